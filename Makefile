@@ -1,0 +1,62 @@
+# Everything a contributor runs. A bare clone needs Python 3.10 or newer, pip and make; the rest goes into .venv.
+#
+#   make demo         train a small model, kill it in the middle of a save, resume it bit for bit (out/demo/)
+#   make test         the test suite, under 15 minutes on two cores
+#   make check        lint, format, strict types, import contracts, house rules
+#   make bench        save and load against torch.save, dcp.save and the raw disk (out/bench/)
+#   make test-full    the slow and large tests too
+#   make test-crash   a hundred kills at random moments
+#
+# On a machine without a GPU the CPU build of torch is a much smaller download:
+#   make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+PIP_FLAGS ?=
+PYTEST_FLAGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DELETE_ON_ERROR:
+.PHONY: help venv demo test test-full test-crash check format bench clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+venv: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Holdfast needs Python 3.10 or newer, this is " + sys.version)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) -c constraints.txt -e ".[demo,test,check]"
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py --out out/demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_FLAGS)
+
+test-full: $(READY)
+	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_FLAGS)
+
+test-crash: $(READY)
+	HOLDFAST_KILLS=100 $(BIN)/python -m pytest tests/crash --timeout 3600 $(PYTEST_FLAGS)
+
+check: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_house.py
+
+format: $(READY)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(READY)
+	$(BIN)/python benchmarks/first_light.py --out out/bench
+
+clean:
+	rm -rf $(VENV) out dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
