@@ -1,0 +1,404 @@
+"""Pickles read as data: a small interpreter that can only build what it was given makers for. Torch-free, no I/O.
+
+Python's own unpickler runs whatever a stream names. This one resolves a name only through a table, calls only the
+makers of that table, and sets the state of an object only through the table's `build`. There is nothing else in it that
+could run.
+
+Guarantees: nothing is imported or called that isn't in the `Vocabulary`; nothing is allocated by a length, count or
+memo index that the stream claims, only for bytes and items that are really there; a damaged or hostile stream ends in
+`Refused`, never in another exception, a crash, deep recursion or a hash that takes for ever.
+Does not: read protocols 0 and 1's text opcodes, ``NEWOBJ_EX``, extension codes or out-of-band buffers: neither
+`torch.save` nor stock DCP writes them.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+MEMBERS_LIMIT: Final = 4096
+"""Most tuple members, all levels together, that a dictionary key or set element may have."""
+
+
+class Refused(ValueError):
+    """The stream names what isn't in the vocabulary, or is damaged; the message says what."""
+
+
+class _Mark:
+    __slots__ = ()
+
+
+_MARK: Final = _Mark()
+
+
+def _no_persistent(_: Any) -> Any:
+    raise Refused("it refers to a storage, where none can be")
+
+
+def _no_build(target: Any, _: Any) -> None:
+    raise Refused(f"it sets the state of a {type(target).__name__}")
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What a pickle may name and do.
+
+    ``names``: what a name ``module.qualname`` stands for. ``makers``: for those of them that may be called, the
+    function that is called instead; it must check its arguments. ``build(target, state)`` sets the state of an object
+    that a maker made. ``persistent(identity)`` resolves a persistent id.
+    """
+
+    names: Mapping[str, Any]
+    makers: Mapping[Any, Callable[..., Any]]
+    build: Callable[[Any, Any], None] = _no_build
+    persistent: Callable[[Any], Any] = _no_persistent
+
+
+def read_pickle(data: bytes | memoryview, vocabulary: Vocabulary) -> Any:
+    """The value that a pickle stands for; bytes behind its STOP are ignored. Raises `Refused`."""
+    try:
+        return _Reader(memoryview(data), vocabulary).run()
+    except Refused:
+        raise
+    except (IndexError, KeyError, struct.error) as error:
+        raise Refused("it ends too early or refers to what it hasn't defined") from error
+    except (TypeError, ValueError, AttributeError, OverflowError, ArithmeticError, RuntimeError, MemoryError) as error:
+        # RuntimeError covers torch's and RecursionError; whatever a maker objects to is the stream's fault.
+        raise Refused(f"{type(error).__name__}: {error}") from error
+
+
+_U16 = struct.Struct("<H").unpack_from
+_I32 = struct.Struct("<i").unpack_from
+_U32 = struct.Struct("<I").unpack_from
+_U64 = struct.Struct("<Q").unpack_from
+_F64 = struct.Struct(">d").unpack_from
+
+
+class _Reader:
+    """One pass over one stream."""
+
+    __slots__ = ("data", "memo", "position", "stack", "vocabulary")
+
+    def __init__(self, data: memoryview, vocabulary: Vocabulary) -> None:
+        self.data = data
+        self.position = 0
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
+        self.vocabulary = vocabulary
+
+    def run(self) -> Any:
+        data, table = self.data, _OPCODES
+        while True:
+            opcode = data[self.position]
+            self.position += 1
+            if opcode == _STOP:
+                if len(self.stack) != 1:
+                    raise Refused(f"{len(self.stack)} values are left at its end, where one should be")
+                return self.stack[0]
+            step = table[opcode]
+            if step is None:
+                raise Refused(f"opcode 0x{opcode:02x} at byte {self.position - 1:,} isn't one that state needs")
+            step(self)
+
+    # bytes of the stream ---------------------------------------------------------------------------------------
+
+    def take(self, nbytes: int) -> memoryview:
+        start = self.position
+        end = start + nbytes
+        if nbytes < 0 or end > len(self.data):
+            raise Refused(f"it claims {nbytes:,} bytes at {start:,} and has {len(self.data) - start:,}")
+        self.position = end
+        return self.data[start:end]
+
+    def count(self, unpack: Callable[[memoryview, int], tuple[Any, ...]], nbytes: int) -> Any:
+        value = unpack(self.data, self.position)[0]
+        self.position += nbytes
+        return value
+
+    def byte(self) -> int:
+        value = self.data[self.position]
+        self.position += 1
+        return value
+
+    def line(self) -> str:
+        start = self.position
+        # Names are short: a search that would run over a whole damaged file is refused instead.
+        newline = bytes(self.data[start : start + 512]).find(b"\n")
+        if newline < 0:
+            raise Refused(f"the name at byte {start:,} has no end")
+        self.position = start + newline + 1
+        return str(self.data[start : start + newline], "utf-8")
+
+    # the stack -------------------------------------------------------------------------------------------------
+
+    def pop_to_mark(self) -> list[Any]:
+        stack = self.stack
+        at = len(stack) - 1
+        while stack[at] is not _MARK:
+            at -= 1
+            if at < 0:
+                raise Refused("a group of items has no beginning")
+        items = stack[at + 1 :]
+        del stack[at:]
+        return items
+
+    def resolve(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full not in self.vocabulary.names:
+            raise Refused(f"it names {full}, which isn't on the list of what may be loaded")
+        return self.vocabulary.names[full]
+
+    def call(self, function: Any, arguments: Any) -> Any:
+        try:
+            maker = self.vocabulary.makers.get(function)
+        except TypeError:
+            maker = None
+        if maker is None or type(arguments) is not tuple:
+            raise Refused(f"it calls a {type(function).__name__}, which isn't on the list of what may be called")
+        return maker(*arguments)
+
+
+def check_key(key: Any) -> Any:
+    """``key`` itself, if hashing it is cheap: nested or shared tuples could otherwise cost for ever, or the stack."""
+    if type(key) is tuple:
+        pending, members = [key], 0
+        while pending:
+            group = pending.pop()
+            members += len(group)
+            if members > MEMBERS_LIMIT:
+                raise Refused(f"a key is a tuple of more than {MEMBERS_LIMIT} members")
+            pending.extend(item for item in group if type(item) is tuple)
+    return key
+
+
+def _literal(value: Any) -> Callable[[_Reader], None]:
+    return lambda reader: reader.stack.append(value)
+
+
+def _integer(unpack: Callable[[memoryview, int], tuple[Any, ...]], nbytes: int) -> Callable[[_Reader], None]:
+    def step(reader: _Reader) -> None:
+        reader.stack.append(reader.count(unpack, nbytes))
+
+    return step
+
+
+def _long(unpack: Callable[[memoryview, int], tuple[Any, ...]], nbytes: int) -> Callable[[_Reader], None]:
+    def step(reader: _Reader) -> None:
+        reader.stack.append(int.from_bytes(reader.take(reader.count(unpack, nbytes)), "little", signed=True))
+
+    return step
+
+
+def _string(unpack: Callable[[memoryview, int], tuple[Any, ...]], nbytes: int) -> Callable[[_Reader], None]:
+    def step(reader: _Reader) -> None:
+        reader.stack.append(str(reader.take(reader.count(unpack, nbytes)), "utf-8", "surrogatepass"))
+
+    return step
+
+
+def _blob(
+    unpack: Callable[[memoryview, int], tuple[Any, ...]], nbytes: int, kind: type[bytes | bytearray]
+) -> Callable[[_Reader], None]:
+    def step(reader: _Reader) -> None:
+        reader.stack.append(kind(reader.take(reader.count(unpack, nbytes))))
+
+    return step
+
+
+def _small_tuple(length: int) -> Callable[[_Reader], None]:
+    def step(reader: _Reader) -> None:
+        stack = reader.stack
+        if len(stack) < length:
+            raise Refused("a tuple has too few members")
+        stack[-length:] = [tuple(stack[-length:])]
+
+    return step
+
+
+def _tuple(reader: _Reader) -> None:
+    items = reader.pop_to_mark()
+    reader.stack.append(tuple(items))
+
+
+def _append_to(target: Any, items: list[Any]) -> None:
+    if not isinstance(target, _SEQUENCES):
+        raise Refused(f"it appends to a {type(target).__name__}")
+    target.extend(items)
+
+
+def _append(reader: _Reader) -> None:
+    item = reader.stack.pop()
+    _append_to(reader.stack[-1], [item])
+
+
+def _appends(reader: _Reader) -> None:
+    items = reader.pop_to_mark()
+    _append_to(reader.stack[-1], items)
+
+
+def _set_items(target: Any, items: list[Any]) -> None:
+    if not isinstance(target, dict) or len(items) % 2:
+        raise Refused(f"it sets items of a {type(target).__name__}")
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        target[check_key(key)] = value
+
+
+def _setitem(reader: _Reader) -> None:
+    value, key = reader.stack.pop(), reader.stack.pop()
+    _set_items(reader.stack[-1], [key, value])
+
+
+def _setitems(reader: _Reader) -> None:
+    items = reader.pop_to_mark()
+    _set_items(reader.stack[-1], items)
+
+
+def _additems(reader: _Reader) -> None:
+    items = reader.pop_to_mark()
+    target = reader.stack[-1]
+    if type(target) is not set:
+        raise Refused(f"it adds elements to a {type(target).__name__}")
+    target.update(map(check_key, items))
+
+
+def _frozenset(reader: _Reader) -> None:
+    items = reader.pop_to_mark()
+    reader.stack.append(frozenset(map(check_key, items)))
+
+
+def _get(unpack: Callable[[memoryview, int], tuple[Any, ...]], nbytes: int) -> Callable[[_Reader], None]:
+    def step(reader: _Reader) -> None:
+        reader.stack.append(reader.memo[reader.count(unpack, nbytes)])
+
+    return step
+
+
+def _put(unpack: Callable[[memoryview, int], tuple[Any, ...]], nbytes: int) -> Callable[[_Reader], None]:
+    def step(reader: _Reader) -> None:
+        reader.memo[reader.count(unpack, nbytes)] = reader.stack[-1]
+
+    return step
+
+
+def _memoize(reader: _Reader) -> None:
+    reader.memo[len(reader.memo)] = reader.stack[-1]
+
+
+def _global(reader: _Reader) -> None:
+    module = reader.line()
+    reader.stack.append(reader.resolve(module, reader.line()))
+
+
+def _stack_global(reader: _Reader) -> None:
+    name, module = reader.stack.pop(), reader.stack.pop()
+    if type(name) is not str or type(module) is not str:
+        raise Refused("it names something by other than a string")
+    reader.stack.append(reader.resolve(module, name))
+
+
+def _reduce(reader: _Reader) -> None:
+    arguments, function = reader.stack.pop(), reader.stack.pop()
+    reader.stack.append(reader.call(function, arguments))
+
+
+def _build(reader: _Reader) -> None:
+    state = reader.stack.pop()
+    reader.vocabulary.build(reader.stack[-1], state)
+
+
+def _persistent(reader: _Reader) -> None:
+    reader.stack.append(reader.vocabulary.persistent(reader.stack.pop()))
+
+
+def _pop(reader: _Reader) -> None:
+    reader.stack.pop()
+
+
+def _pop_mark(reader: _Reader) -> None:
+    reader.pop_to_mark()
+
+
+def _protocol(reader: _Reader) -> None:
+    if reader.byte() > 5:
+        raise Refused("it is of a newer pickle protocol than 5")
+
+
+def _frame(reader: _Reader) -> None:
+    # Frames only help readers of streams: this one has all the bytes, so it steps over the length.
+    reader.take(8)
+
+
+def _u8(data: memoryview, position: int) -> tuple[int]:
+    return (data[position],)
+
+
+def _new_list(reader: _Reader) -> None:
+    reader.stack.append([])
+
+
+def _new_dict(reader: _Reader) -> None:
+    reader.stack.append({})
+
+
+def _new_set(reader: _Reader) -> None:
+    reader.stack.append(set())
+
+
+_STOP: Final = pickle.STOP[0]
+_SEQUENCES: Final = (list, deque)
+
+_STEPS: Final[dict[bytes, Callable[[_Reader], None]]] = {
+    pickle.PROTO: _protocol,
+    pickle.FRAME: _frame,
+    pickle.NONE: _literal(None),
+    pickle.NEWTRUE: _literal(True),  # noqa: FBT003 - the value itself
+    pickle.NEWFALSE: _literal(False),  # noqa: FBT003 - the value itself
+    pickle.BININT: _integer(_I32, 4),
+    pickle.BININT1: _integer(_u8, 1),
+    pickle.BININT2: _integer(_U16, 2),
+    pickle.LONG1: _long(_u8, 1),
+    pickle.LONG4: _long(_I32, 4),
+    pickle.BINFLOAT: _integer(_F64, 8),
+    pickle.SHORT_BINUNICODE: _string(_u8, 1),
+    pickle.BINUNICODE: _string(_U32, 4),
+    pickle.BINUNICODE8: _string(_U64, 8),
+    pickle.SHORT_BINBYTES: _blob(_u8, 1, bytes),
+    pickle.BINBYTES: _blob(_U32, 4, bytes),
+    pickle.BINBYTES8: _blob(_U64, 8, bytes),
+    pickle.BYTEARRAY8: _blob(_U64, 8, bytearray),
+    pickle.EMPTY_TUPLE: _literal(()),
+    pickle.TUPLE1: _small_tuple(1),
+    pickle.TUPLE2: _small_tuple(2),
+    pickle.TUPLE3: _small_tuple(3),
+    pickle.TUPLE: _tuple,
+    pickle.EMPTY_LIST: _new_list,
+    pickle.APPEND: _append,
+    pickle.APPENDS: _appends,
+    pickle.EMPTY_DICT: _new_dict,
+    pickle.SETITEM: _setitem,
+    pickle.SETITEMS: _setitems,
+    pickle.EMPTY_SET: _new_set,
+    pickle.ADDITEMS: _additems,
+    pickle.FROZENSET: _frozenset,
+    pickle.MARK: _literal(_MARK),
+    pickle.POP: _pop,
+    pickle.POP_MARK: _pop_mark,
+    pickle.BINGET: _get(_u8, 1),
+    pickle.LONG_BINGET: _get(_U32, 4),
+    pickle.BINPUT: _put(_u8, 1),
+    pickle.LONG_BINPUT: _put(_U32, 4),
+    pickle.MEMOIZE: _memoize,
+    pickle.GLOBAL: _global,
+    pickle.STACK_GLOBAL: _stack_global,
+    pickle.REDUCE: _reduce,
+    pickle.NEWOBJ: _reduce,
+    pickle.BUILD: _build,
+    pickle.BINPERSID: _persistent,
+}
+"""An object is made by its maker whether the stream calls the class (REDUCE) or its ``__new__`` (NEWOBJ)."""
+
+_OPCODES: Final[tuple[Callable[[_Reader], None] | None, ...]] = tuple(_STEPS.get(bytes((n,))) for n in range(256))
