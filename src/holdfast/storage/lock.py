@@ -1,0 +1,177 @@
+"""One writer per root: an advisory lock that the kernel drops with its process. Torch-free.
+
+    RootLock.acquire(root)          a manager's root: ``.holdfast/lock`` in it, which stays there
+    RootLock.acquire_beside(path)   a save to one path: ``.{name}.lock`` beside it, gone on release
+
+Guarantees: at most one live holder per root on a host, and between hosts where the file system carries `flock`
+(NFSv4, Lustre, ext4, XFS). A file left by a crash is no obstacle: the lock, not the file, says that somebody lives. A
+forked child never keeps the lock alive: it closes its copy of the descriptor.
+Assumes: where the file system has no locks at all, there is none to be had: that is logged, and writing goes on.
+Does not: guard against writers that don't ask for it. Any thread may call anything; a lock belongs to its process.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import time
+import weakref
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Final
+
+from holdfast.errors import RootLocked, StorageError
+from holdfast.storage.local import LocalStorage
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+_log = logging.getLogger("holdfast.storage")
+DIRECTORY: Final = ".holdfast"
+_NO_LOCKS: Final = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+_PAUSE_S: Final = 0.05
+_MAX_RECORD_BYTES: Final = 4096
+
+_held: weakref.WeakSet[RootLock] = weakref.WeakSet()
+
+
+def _drop_in_child() -> None:
+    for lock in list(_held):
+        lock._close()  # noqa: SLF001 - same module; without unlocking, which would unlock the parent
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_drop_in_child)
+
+
+class RootLock:
+    """A lock that this process holds; made by `acquire` or `acquire_beside`, usable as a context manager."""
+
+    def __init__(self, path: str, fd: int, *, unlink: bool) -> None:
+        self.path = path
+        self._fd = fd
+        self._unlink = unlink
+        _held.add(self)
+
+    @classmethod
+    def acquire(cls, root: str, *, timeout_s: float = 0.0) -> RootLock:
+        """Lock ``root`` (an existing directory); returns when locked, waiting at most ``timeout_s`` seconds.
+
+        Raises `RootLocked` saying by whom, `StorageError` where the file can't be made.
+        """
+        storage = LocalStorage(root)
+        if not storage.exists(DIRECTORY):
+            try:
+                storage.make_dir(DIRECTORY)
+            except StorageError as error:
+                if error.errno != errno.EEXIST:
+                    raise
+        return cls._acquire(storage.path(f"{DIRECTORY}/lock"), storage.root, timeout_s, unlink=False)
+
+    @classmethod
+    def acquire_beside(cls, path: str, *, timeout_s: float = 0.0) -> RootLock:
+        """Lock the one path ``path`` (its parent must exist); as `acquire` otherwise."""
+        parent, name = os.path.split(os.path.abspath(path))
+        return cls._acquire(os.path.join(parent, f".{name}.lock"), path, timeout_s, unlink=True)
+
+    @classmethod
+    def _acquire(cls, path: str, guarded: str, timeout_s: float, *, unlink: bool) -> RootLock:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode=0o666)
+            except OSError as error:
+                message = f"can't open the lock file {path}: {error.strerror}; writing here needs it"
+                raise StorageError(message, path=path, errno=error.errno) from error
+            try:
+                locked = _lock(fd, path)
+                # Between our open and our lock the last holder may have unlinked the file: lock the new one instead.
+                if locked and _still_there(fd, path):
+                    _write_record(fd, path)
+                    lock = cls(path, fd, unlink=unlink)
+                    fd = -1
+                    return lock
+                by = "" if locked else _holder(fd)
+            finally:
+                if fd >= 0:
+                    os.close(fd)
+            if time.monotonic() >= deadline and not locked:
+                message = (
+                    f"{guarded} is locked by another writer: {by}; stop it first, or save somewhere else "
+                    "(reading needs no lock)"
+                )
+                raise RootLocked(message, path=guarded, by=by)
+            if not locked:
+                time.sleep(_PAUSE_S)
+
+    def release(self) -> None:
+        """Give the lock up; idempotent, never raises."""
+        if self._fd < 0:
+            return
+        try:
+            if self._unlink:
+                os.unlink(self.path)  # while still locked: nobody else can hold this inode as theirs
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        except OSError as error:
+            _log.debug("releasing %s: %s", self.path, error)
+        self._close()
+        _held.discard(self)
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def _lock(fd: int, path: str) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            _log.warning("the file system of %s has no locks; nothing keeps a second writer away", path)
+            return True
+        raise StorageError(f"can't lock {path}: {error.strerror}", path=path, errno=error.errno) from error
+    return True
+
+
+def _still_there(fd: int, path: str) -> bool:
+    try:
+        there = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    mine = os.fstat(fd)
+    return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
+
+
+def _write_record(fd: int, path: str) -> None:
+    """Say who holds it. Only for messages: a full disk doesn't undo the lock."""
+    since = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    record = json.dumps({"host": os.uname().nodename, "pid": os.getpid(), "since": since})
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, record.encode(), 0)
+    except OSError as error:
+        _log.debug("writing %s: %s", path, error)
+
+
+def _holder(fd: int) -> str:
+    try:
+        record = json.loads(os.pread(fd, _MAX_RECORD_BYTES, 0))
+        return f"process {record['pid']} on host {record['host']} since {record['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "a process that has not said who it is"
