@@ -28,13 +28,6 @@ class Refused(ValueError):
     """The stream names what isn't in the vocabulary, or is damaged; the message says what."""
 
 
-class _Mark:
-    __slots__ = ()
-
-
-_MARK: Final = _Mark()
-
-
 def _no_persistent(_: Any) -> Any:
     raise Refused("it refers to a storage, where none can be")
 
@@ -81,12 +74,14 @@ _F64 = struct.Struct(">d").unpack_from
 class _Reader:
     """One pass over one stream."""
 
-    __slots__ = ("data", "memo", "position", "stack", "vocabulary")
+    __slots__ = ("data", "memo", "outer", "position", "stack", "vocabulary")
 
     def __init__(self, data: memoryview, vocabulary: Vocabulary) -> None:
         self.data = data
         self.position = 0
         self.stack: list[Any] = []
+        self.outer: list[list[Any]] = []
+        """The stacks below each mark, innermost last: a mark itself can then never pass for a value."""
         self.memo: dict[int, Any] = {}
         self.vocabulary = vocabulary
 
@@ -96,8 +91,8 @@ class _Reader:
             opcode = data[self.position]
             self.position += 1
             if opcode == _STOP:
-                if len(self.stack) != 1:
-                    raise Refused(f"{len(self.stack)} values are left at its end, where one should be")
+                if len(self.stack) != 1 or self.outer:
+                    raise Refused("it ends in the middle of a value")
                 return self.stack[0]
             step = table[opcode]
             if step is None:
@@ -136,14 +131,8 @@ class _Reader:
     # the stack -------------------------------------------------------------------------------------------------
 
     def pop_to_mark(self) -> list[Any]:
-        stack = self.stack
-        at = len(stack) - 1
-        while stack[at] is not _MARK:
-            at -= 1
-            if at < 0:
-                raise Refused("a group of items has no beginning")
-        items = stack[at + 1 :]
-        del stack[at:]
+        items = self.stack
+        self.stack = self.outer.pop()
         return items
 
     def resolve(self, module: str, name: str) -> Any:
@@ -154,7 +143,7 @@ class _Reader:
 
     def call(self, function: Any, arguments: Any) -> Any:
         try:
-            maker = self.vocabulary.makers.get(function)
+            maker = self.vocabulary.makers.get(check_key(function))
         except TypeError:
             maker = None
         if maker is None or type(arguments) is not tuple:
@@ -217,6 +206,11 @@ def _small_tuple(length: int) -> Callable[[_Reader], None]:
         stack[-length:] = [tuple(stack[-length:])]
 
     return step
+
+
+def _mark(reader: _Reader) -> None:
+    reader.outer.append(reader.stack)
+    reader.stack = []
 
 
 def _tuple(reader: _Reader) -> None:
@@ -384,7 +378,7 @@ _STEPS: Final[dict[bytes, Callable[[_Reader], None]]] = {
     pickle.EMPTY_SET: _new_set,
     pickle.ADDITEMS: _additems,
     pickle.FROZENSET: _frozenset,
-    pickle.MARK: _literal(_MARK),
+    pickle.MARK: _mark,
     pickle.POP: _pop,
     pickle.POP_MARK: _pop_mark,
     pickle.BINGET: _get(_u8, 1),

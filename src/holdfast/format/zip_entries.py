@@ -37,6 +37,7 @@ _ZIP64_SIZES_AND_OFFSET: Final = struct.Struct("<HHQQQ")
 _EXTRA: Final = struct.Struct("<HH")
 
 LOCAL_BYTES: Final = _LOCAL.size
+CENTRAL_BYTES: Final = _CENTRAL.size
 _ZIP64_ID: Final = 0x0001
 _PADDING_ID: Final = 0x4246  # "FB": the id torch itself pads with
 _DOS_DATE: Final = 0x0021  # 1980-01-01: a record's bytes must not depend on the clock
