@@ -118,12 +118,13 @@ def train(args: argparse.Namespace, rank: int, world: int) -> None:
     progress = {"bytes_seen": 0}
     torch.manual_seed(args.seed + 1 + rank)  # dropout differs from rank to rank
 
-    # Everything the next step depends on. Random number generators are kept without being named here.
+    # Everything the next step depends on. A dataloader is kept for each rank, and so are the random number generators,
+    # which need not be named.
     state = {
         "model": model,
         "optimizer": optimizer,
         "lr_scheduler": schedule,
-        "dataloader": holdfast.PerRank(text),
+        "dataloader": text,
         "train": progress,
     }
     config = holdfast.CheckpointConfig(
