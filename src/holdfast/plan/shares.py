@@ -154,9 +154,9 @@ class World:
         ):
             return
         raise StateMismatch(
-            f"tensor {spec.name!r} differs between ranks: {self._ranks_of(number)} have {_describe(spec, here)}, "
-            f"{self._ranks_of(other_number)} have {_describe(other, there)}. Equal names mean pieces or replicas "
-            "of one value: make them agree, or wrap a value that is each rank's own in holdfast.PerRank",
+            f"tensor {spec.name!r} differs between ranks: it is {_describe(spec, here)} on {self._ranks_of(number)}, "
+            f"{_describe(other, there)} on {self._ranks_of(other_number)}. Equal names mean pieces or replicas of one "
+            "value: make them agree, or wrap a value that is each rank's own in holdfast.PerRank",
             mismatched=(spec.name,),
         )
 
