@@ -13,19 +13,21 @@ from __future__ import annotations
 
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import numpy
+import numpy as np
 import torch
 
 from holdfast.format.object_writer import ARRAY_KINDS, FACTORIES
 from holdfast.format.pickle_reader import Refused, Vocabulary, check_key, read_pickle
 from holdfast.format.torch_record import LEGACY_STORAGES
 from holdfast.format.zip_entries import MalformedRecord, read_entries
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 
 def read_object(record: memoryview) -> Any:
@@ -96,7 +98,7 @@ def _make_slice(start: Any, stop: Any, step: Any) -> slice:
     return slice(start, stop, step)
 
 
-def _make_mapping(kind: type[Counter[Any]] | type[OrderedDict[Any, Any]]) -> Callable[..., Any]:
+def _make_mapping(kind: type[Counter[Any] | OrderedDict[Any, Any]]) -> Callable[..., Any]:
     def make(*arguments: Any) -> Any:
         made = kind()
         if arguments:
@@ -124,30 +126,32 @@ def _make_deque(items: Any = (), length: Any = None) -> deque[Any]:
 _DTYPE: Final = re.compile(rf"[{ARRAY_KINDS}]\d{{1,9}}")
 
 
-def _make_dtype(spec: Any, align: Any = False, copy: Any = False) -> numpy.dtype[Any]:  # noqa: ARG001, FBT002
+def _make_dtype(spec: Any, align: Any = False, copy: Any = False) -> np.dtype[Any]:  # noqa: ARG001, FBT002
     _require(type(spec) is str and _DTYPE.fullmatch(spec) is not None, "a numpy dtype")
-    return numpy.dtype(spec)
+    made: np.dtype[Any] = np.dtype(spec)
+    return made
 
 
-def _make_empty_array(kind: Any, shape: Any, typecode: Any) -> numpy.ndarray[Any, Any]:
+def _make_empty_array(kind: Any, shape: Any, typecode: Any) -> np.ndarray[Any, Any]:
     """What numpy starts an array with; its real shape, dtype and bytes come as state."""
-    _require(kind is numpy.ndarray and shape == (0,) and typecode in (b"b", "b"), "a numpy array")
-    return numpy.ndarray((0,), numpy.int8)
+    _require(kind is np.ndarray and shape == (0,) and typecode in (b"b", "b"), "a numpy array")
+    made: np.ndarray[Any, Any] = np.ndarray((0,), np.int8)
+    return made
 
 
 def _make_scalar(dtype: Any, content: Any) -> Any:
-    _require(isinstance(dtype, numpy.dtype) and type(content) is bytes, "a numpy scalar")
+    _require(isinstance(dtype, np.dtype) and type(content) is bytes, "a numpy scalar")
     _require(dtype.kind in ARRAY_KINDS and len(content) == dtype.itemsize, "a numpy scalar")
-    return numpy.frombuffer(content, dtype, 1)[0] if content else dtype.type()
+    return np.frombuffer(content, dtype, 1)[0] if content else dtype.type()
 
 
 def _build(target: Any, state: Any) -> None:
-    if isinstance(target, numpy.dtype):
+    if isinstance(target, np.dtype):
         _check_dtype_state(target, state)
-    elif type(target) is numpy.ndarray:
+    elif type(target) is np.ndarray:
         _require(type(state) is tuple and len(state) == 5 and state[0] == 1, "a numpy array")
         _, shape, dtype, fortran, content = state
-        _require(isinstance(dtype, numpy.dtype) and dtype.kind in ARRAY_KINDS, "a numpy array")
+        _require(isinstance(dtype, np.dtype) and dtype.kind in ARRAY_KINDS, "a numpy array")
         _require(_whole(shape) and type(fortran) is bool and type(content) is bytes, "a numpy array")
         _require(prod(shape) * dtype.itemsize == len(content), "a numpy array")
         target.__setstate__(state)
@@ -157,7 +161,7 @@ def _build(target: Any, state: Any) -> None:
         raise Refused(f"it sets the state of a {type(target).__name__}")
 
 
-def _check_dtype_state(dtype: numpy.dtype[Any], state: Any) -> None:
+def _check_dtype_state(dtype: np.dtype[Any], state: Any) -> None:
     """A dtype of a listed kind is whole when it is made: its state may only repeat that."""
     _require(type(state) is tuple and len(state) == 8, "a numpy dtype")
     _, order, subdtype, names, fields, itemsize, _, _ = state
@@ -209,7 +213,9 @@ class _Storages:
         return _Storage(content, kind.dtype)
 
 
-def _rebuild(storage: _Storage, dtype: torch.dtype, geometry: tuple[Any, Any, Any], metadata: Any) -> torch.Tensor:
+def _rebuild(
+    storage: _Storage, dtype: torch.dtype, geometry: tuple[Any, Any, Any], metadata: Any = None
+) -> torch.Tensor:
     offset, sizes, strides = geometry
     _require(type(offset) is int and offset >= 0 and _whole(sizes) and _whole(strides), "a tensor")
     _require(len(sizes) == len(strides), "a tensor")
@@ -227,16 +233,19 @@ def _rebuild(storage: _Storage, dtype: torch.dtype, geometry: tuple[Any, Any, An
     return tensor
 
 
-def _make_tensor(storage: Any, offset: Any, sizes: Any, strides: Any, grad: Any, _: Any, metadata: Any = None) -> Any:
-    _require(type(storage) is _Storage and type(grad) is bool, "a tensor")
-    return _rebuild(storage, storage.dtype, (offset, sizes, strides), metadata).requires_grad_(grad)
+def _make_tensor(*arguments: Any) -> torch.Tensor:
+    """``_rebuild_tensor_v2``: the dtype is the storage's."""
+    storage, offset, sizes, strides, grad, _, *metadata = arguments
+    _require(type(storage) is _Storage and type(grad) is bool and len(metadata) < 2, "a tensor")
+    return _rebuild(storage, storage.dtype, (offset, sizes, strides), *metadata).requires_grad_(grad)
 
 
-def _make_tensor_v3(
-    storage: Any, offset: Any, sizes: Any, strides: Any, grad: Any, _: Any, dtype: Any, metadata: Any = None
-) -> Any:
-    _require(type(storage) is _Storage and type(grad) is bool and type(dtype) is torch.dtype, "a tensor")
-    return _rebuild(storage, dtype, (offset, sizes, strides), metadata).requires_grad_(grad)
+def _make_tensor_v3(*arguments: Any) -> torch.Tensor:
+    """``_rebuild_tensor_v3``: the storage is untyped, the dtype comes beside it."""
+    storage, offset, sizes, strides, grad, _, dtype, *metadata = arguments
+    _require(type(storage) is _Storage and type(grad) is bool and len(metadata) < 2, "a tensor")
+    _require(type(dtype) is torch.dtype, "a tensor")
+    return _rebuild(storage, dtype, (offset, sizes, strides), *metadata).requires_grad_(grad)
 
 
 def _make_parameter(content: Any, grad: Any, _: Any) -> torch.nn.Parameter:
@@ -277,7 +286,7 @@ def _makers() -> dict[Any, Callable[..., Any]]:
         Counter: _make_mapping(Counter),
         defaultdict: _make_defaultdict,
         deque: _make_deque,
-        numpy.dtype: _make_dtype,
+        np.dtype: _make_dtype,
         torch.Size: _make_size,
         torch.device: _make_device,
         # These stand for themselves: no value is ever one of them.
@@ -289,11 +298,13 @@ def _makers() -> dict[Any, Callable[..., Any]]:
 @lru_cache(maxsize=1)
 def _names() -> dict[str, Any]:
     builtin = {kind.__name__: kind for kind in (set, frozenset, bytes, bytearray, complex, range, slice, *FACTORIES)}
-    names: dict[str, Any] = {f"{module}.{name}": kind for module in ("builtins", "__builtin__") for name, kind in builtin.items()}
+    names: dict[str, Any] = {
+        f"{module}.{name}": kind for module in ("builtins", "__builtin__") for name, kind in builtin.items()
+    }
     names["__builtin__.xrange"] = range  # what protocol 2 calls it
     names |= {f"collections.{kind.__name__}": kind for kind in (OrderedDict, Counter, defaultdict, deque)}
     names["_codecs.encode"] = _encode
-    names |= {"numpy.dtype": numpy.dtype, "numpy.ndarray": numpy.ndarray}
+    names |= {"numpy.dtype": np.dtype, "numpy.ndarray": np.ndarray}
     for package in ("core", "_core"):  # numpy 1 and 2
         names[f"numpy.{package}.multiarray._reconstruct"] = _make_empty_array
         names[f"numpy.{package}.multiarray.scalar"] = _make_scalar

@@ -15,7 +15,6 @@ import io
 import pickle
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,6 +23,8 @@ from holdfast.errors import ConfigError
 from holdfast.format.torch_record import LEGACY_STORAGES
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
 
 ALLOWED_OBJECTS: Final = (

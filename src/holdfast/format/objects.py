@@ -39,7 +39,7 @@ _VERSION: Final = b"a/version"
 _VERSION_TEXT: Final = b"3\n"
 
 
-class CapacityExceeded(ConfigError):
+class CapacityExceeded(ConfigError):  # noqa: N818 - says what happened, as all of holdfast.errors do
     """An object has outgrown its record: ``needed`` bytes, ``capacity`` there are. Never seen by users: it replans."""
 
     def __init__(self, message: str, *, needed: int, capacity: int) -> None:
@@ -128,7 +128,10 @@ def load_object(record: bytes | bytearray | memoryview, *, name: str, path: str)
 
 def _entries(payload: ObjectPayload) -> list[tuple[bytes, bytes]]:
     """Every entry but the pickle, in the order of the record."""
-    return [(_VERSION, _VERSION_TEXT), *((f"a/data/{n}".encode(), content) for n, content in enumerate(payload.storages))]
+    return [
+        (_VERSION, _VERSION_TEXT),
+        *((f"a/data/{n}".encode(), content) for n, content in enumerate(payload.storages)),
+    ]
 
 
 def _padding(name: bytes, content: bytes, position: int) -> int:

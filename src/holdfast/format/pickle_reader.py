@@ -16,15 +16,17 @@ from __future__ import annotations
 import pickle
 import struct
 from collections import deque
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 MEMBERS_LIMIT: Final = 4096
 """Most tuple members, all levels together, that a dictionary key or set element may have."""
 
 
-class Refused(ValueError):
+class Refused(ValueError):  # noqa: N818 - says what happened, as all of holdfast.errors do
     """The stream names what isn't in the vocabulary, or is damaged; the message says what."""
 
 

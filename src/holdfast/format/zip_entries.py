@@ -43,7 +43,7 @@ _PADDING_ID: Final = 0x4246  # "FB": the id torch itself pads with
 _DOS_DATE: Final = 0x0021  # 1980-01-01: a record's bytes must not depend on the clock
 
 
-class MalformedRecord(ValueError):
+class MalformedRecord(ValueError):  # noqa: N818 - says what happened, as all of holdfast.errors do
     """A record isn't a zip of stored entries, or claims something that isn't in it; the message says what."""
 
 
@@ -67,9 +67,7 @@ def local_header(name: bytes, size: int, crc: int, *, padding: int = 0) -> bytes
     if padding:
         extra += _EXTRA.pack(_PADDING_ID, padding - _EXTRA.size) + bytes(padding - _EXTRA.size)
     assert len(extra) <= EXTRA_LIMIT_BYTES
-    return (
-        _LOCAL.pack(b"PK\3\4", needed, 0, 0, 0, _DOS_DATE, crc, shown, shown, len(name), len(extra)) + name + extra
-    )
+    return _LOCAL.pack(b"PK\3\4", needed, 0, 0, 0, _DOS_DATE, crc, shown, shown, len(name), len(extra)) + name + extra
 
 
 def central_entry(name: bytes, size: int, crc: int, offset: int) -> bytes:
@@ -97,9 +95,7 @@ def end_record(entries: int, directory_bytes: int, directory_offset: int, *, wid
     if not wide:
         return _END.pack(b"PK\5\6", 0, 0, entries, entries, directory_bytes, directory_offset, 0)
     return (
-        _END64.pack(
-            b"PK\6\6", _END64.size - 12, 45, 45, 0, 0, entries, entries, directory_bytes, directory_offset
-        )
+        _END64.pack(b"PK\6\6", _END64.size - 12, 45, 45, 0, 0, entries, entries, directory_bytes, directory_offset)
         + _LOCATOR64.pack(b"PK\6\7", 0, directory_offset + directory_bytes, 1)
         + _END.pack(b"PK\5\6", 0, 0, entries, entries, directory_bytes, LIMIT_32, 0)
     )

@@ -1,0 +1,125 @@
+"""Bytes that show by themselves whether they are whole: a digest over everything at the end. Torch-free, no I/O.
+
+    binary    magic (7 bytes), version (1 byte), content, xxh3_128 of all before (16 bytes, big-endian)
+    JSON      an object whose last member is ``"digest"``: xxh3_128, hexadecimal, of every byte before its first digit
+
+Guarantees: any flipped bit and any missing or added byte is detected; bytes of another kind, and of a later version of
+the same kind, are told apart from damage in the message.
+Assumes: accidents. xxh3 is no defence against somebody who can also write the digest: what is decoded from sealed bytes
+is still checked for sense by the caller.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from holdfast.errors import CheckpointCorrupt, ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+DIGEST_BYTES = 16
+_MEMBER = b'\n  "digest": "'
+_CLOSE = b'"\n}\n'
+
+
+def xxh3_128(data: bytes | bytearray | memoryview) -> str:
+    """The digest that manifests hold of files: 32 lower-case hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def seal(magic: bytes, version: int, content: bytes) -> bytes:
+    """``content`` between magic and digest."""
+    assert len(magic) == 7
+    body = magic + bytes((version,)) + content
+    return body + xxhash.xxh3_128_digest(body)
+
+
+def unseal(magic: bytes, version: int, data: bytes | memoryview, *, what: str, path: str) -> memoryview:
+    """The content of what `seal` made; ``what`` and ``path`` are for messages.
+
+    Raises:
+        CheckpointCorrupt: not a ``what``, or damaged.
+        ConfigError: whole, but of another version than this Holdfast reads.
+    """
+    view = memoryview(data)
+    if bytes(view[: len(magic)]) != magic or len(view) < len(magic) + 1 + DIGEST_BYTES:
+        raise CheckpointCorrupt(f"{path} isn't a {what} of Holdfast: it is foreign, cut short or damaged", path=path)
+    body = view[:-DIGEST_BYTES]
+    if xxhash.xxh3_128_digest(body) != bytes(view[-DIGEST_BYTES:]):
+        raise CheckpointCorrupt(
+            f"{path} is damaged: the {what}'s bytes don't match its digest ({len(view):,} bytes)", path=path
+        )
+    require_version(body[len(magic)], version, what=what, path=path)
+    return body[len(magic) + 1 :]
+
+
+def seal_json(members: list[tuple[str, str]]) -> bytes:
+    """A JSON object of (name, rendered value) members, one a line, closed by its digest."""
+    lines = ",\n".join(f'  "{name}": {value}' for name, value in members)
+    body = b"{\n" + lines.encode("ascii") + b"," + _MEMBER
+    return body + xxh3_128(body).encode("ascii") + _CLOSE
+
+
+def check_json_seal(data: bytes, *, what: str, path: str) -> None:
+    """Return if ``data`` is what `seal_json` made.
+
+    Raises:
+        CheckpointCorrupt: it isn't a ``what``, or it is damaged.
+    """
+    end = len(data) - len(_CLOSE) - 2 * DIGEST_BYTES
+    body = data[: max(end, 0)]
+    if not (data.startswith(b"{\n") and body.endswith(_MEMBER) and data.endswith(_CLOSE)):
+        raise CheckpointCorrupt(
+            f"{path} isn't a {what} of Holdfast: it has no digest at its end ({len(data):,} bytes); it is foreign, cut "
+            "short or was edited",
+            path=path,
+        )
+    expected, found = data[end : -len(_CLOSE)].decode("ascii", "replace"), xxh3_128(body)
+    if expected != found:
+        raise CheckpointCorrupt(
+            f"{path} is damaged or was edited: its digest says {expected}, its bytes give {found}", path=path
+        )
+
+
+def require_version(found: object, expected: int, *, what: str, path: str) -> None:
+    """Raise `ConfigError` unless ``found`` is the version of ``what`` that this Holdfast reads."""
+    if found != expected:
+        raise ConfigError(
+            f"{path}: this {what} has format {found!r} and this Holdfast reads format {expected}; it was written by "
+            "another version of Holdfast: load it with that one",
+            field="path",
+        )
+
+
+class Check:
+    """Checks of decoded contents; each raises `CheckpointCorrupt` that names the file."""
+
+    __slots__ = ("path", "what")
+
+    def __init__(self, what: str, path: str) -> None:
+        self.what = what
+        self.path = path
+
+    def that(self, condition: bool, otherwise: str) -> None:  # noqa: FBT001 - reads as an assertion
+        if not condition:
+            raise CheckpointCorrupt(f"{self.path}: the {self.what} makes no sense: {otherwise}", path=self.path)
+
+    def equal(self, what: str, found: object, expected: object) -> None:
+        self.that(found == expected, f"{what} is {found!r}, not {expected!r}")
+
+    def plain_name(self, name: str) -> None:
+        """A name that can't lead out of its directory, nor be anything but one entry of it."""
+        plain = name not in ("", ".", "..") and not any(c in name for c in "/\\\0") and len(name) <= 255
+        self.that(plain, f"{name!r:.300} isn't a plain file name")
+
+    def digest(self, digest: str) -> None:
+        self.that(len(digest) == 32 and set(digest) <= set("0123456789abcdef"), f"{digest!r:.80} isn't a digest")
+
+    def unique(self, names: Iterable[str]) -> None:
+        seen: set[str] = set()
+        for name in names:
+            self.that(name not in seen, f"{name!r} is there twice")
+            seen.add(name)
