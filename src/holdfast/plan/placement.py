@@ -143,7 +143,10 @@ def local_boxes(shape: tuple[int, ...], layout: MeshLayout, rank: int) -> list[t
 
 
 def local_shape(shape: tuple[int, ...], layout: MeshLayout, rank: int) -> tuple[int, ...]:
-    """The shape that ``rank``'s local tensor must have for `local_boxes` to be right; ``(0,)`` outside the mesh."""
+    """The shape that ``rank``'s local tensor must have for `local_boxes` to be right; ``(0,)`` outside the mesh.
+
+    Where it has no elements, a real local tensor must have none either, but may have other sizes: FSDP2 makes such.
+    """
     mesh = Mesh(layout, world=max(layout.ranks, default=-1) + 1)
     return mesh.local_shape(shape, rank) if rank in mesh else (0,)
 

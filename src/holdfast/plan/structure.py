@@ -25,9 +25,8 @@ PathItem = str | int
 class Placement(msgspec.Struct, frozen=True, array_like=True):
     """How one mesh dimension divides a tensor.
 
-    ``"replicate"``; ``"shard"`` on ``dim`` by `torch.chunk`'s rule; ``"strided"``: cut ``dim`` into
-    ``split * mesh_size`` chunks, coordinate ``i`` takes chunks ``i, i + mesh_size, ...`` in that order
-    (DTensor's ``_StridedShard(dim, split_factor=split)``). Placements apply left to right.
+    ``"replicate"``; ``"shard"`` on ``dim`` by `torch.chunk`'s rule; ``"strided"``: DTensor's
+    ``_StridedShard(dim, split_factor=split)``. What they make together is worked out in ``plan.placement``.
     """
 
     kind: Literal["replicate", "shard", "strided"]
