@@ -22,6 +22,7 @@ import shutil
 import statistics
 import threading
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -265,6 +266,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="on the file system to measure")
     parser.add_argument("--gib", type=float, default=1.0, help="size of the state")
     args = parser.parse_args()
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # said in spite of no_dist
     shutil.rmtree(args.out, ignore_errors=True)
     args.out.mkdir(parents=True)
     state = make_state(args.gib)
