@@ -1,0 +1,222 @@
+"""One attempt in work in the engine: lease, files, the wait for the trainer's word, report. Torch-free.
+
+    WRITING -> PERSISTED -> REPORTING -> ENDED          a worker thread goes this way, and answers on it
+       └───────────┴── cancel() ──> ENDED               at once, from the control thread
+                            REPORTING: cancel() waits for the worker to settle it
+
+The race that shaped this: a cancel may come while the report is being put in place. After `Cancelled` is answered no
+report may appear, and the control thread must not wait for a file system. So the one who changes `_phase` to REPORTING
+under the lock has won: an earlier cancel stops the worker, a later one is answered by the worker, after it has taken
+the report away again or has said that it is durable.
+
+Guarantees: exactly one of `Reported`, `Failed`, `Cancelled` ends an attempt (a cancel of an ended one is answered again
+by the control thread). Every exception of the worker becomes `Failed`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Final
+
+from holdfast.engine import messages
+from holdfast.engine.calls import SYSTEM, Calls, where
+from holdfast.engine.executor import Progress, Stopped, WriteOptions, Written, write_files, write_report
+from holdfast.errors import StorageError
+from holdfast.format import manifest
+from holdfast.storage.lease import Lease, hold, new_record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from holdfast.engine.checksums import WritePlan
+
+_RELEASE_WAIT_S: Final = 2.0
+
+
+class Phase(Enum):
+    WRITING = auto()
+    PERSISTED = auto()
+    REPORTING = auto()
+    ENDED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What an attempt works with; all of it stays alive with it, whatever the trainer drops meanwhile."""
+
+    persist: messages.Persist
+    dir_fd: int
+    """Owned by the attempt."""
+    image: memoryview
+    plan: Callable[[], WritePlan]
+    """Compiles the plan on first use: on the worker, since 100,000 tensors take a while."""
+    index: bytes
+    options: WriteOptions
+
+
+class Heartbeat:
+    """Keeps a lease beating on a thread of its own: a file system that hangs must not hang the control thread."""
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="holdfast-lease", daemon=True)
+        self._thread.start()
+
+    def stop(self, *, wait_s: float) -> None:
+        """Remove the lease; waits at most ``wait_s`` for it."""
+        self._stop.set()
+        self._thread.join(wait_s)
+
+    def _run(self) -> None:
+        while not self._stop.wait(messages.BEAT_S):
+            with contextlib.suppress(OSError):  # a failing disk is the writers' to report; the lock says we live
+                self._lease.beat()
+        self._lease.release()
+
+
+class Attempt:
+    """An attempt in work. `start` starts it; the rest is called from the control thread and never blocks."""
+
+    def __init__(self, job: Job, post: Callable[[messages.Message], None], calls: Calls = SYSTEM) -> None:
+        self._job = job
+        self._post = post
+        self._calls = calls
+        self._progress = Progress()
+        self._lock = threading.Lock()
+        self._phase = Phase.WRITING
+        self._verified = threading.Event()
+        """Set by the trainer's word, and by a cancel to end the wait for it."""
+        self._cancelled = False
+        self._heartbeat: Heartbeat | None = None
+        self.name = job.persist.attempt
+
+    @property
+    def written(self) -> int:
+        return self._progress.written
+
+    @property
+    def ended(self) -> bool:
+        """Answered for good; its thread may still be leaving a system call."""
+        return self._phase is Phase.ENDED
+
+    @property
+    def verified(self) -> bool:
+        """The trainer has said that staging was verified: worth finishing without it."""
+        return self._verified.is_set() and not self._cancelled
+
+    def start(self) -> None:
+        """Raises `RuntimeError` where the system has no thread left."""
+        threading.Thread(target=self._run, name="holdfast-attempt", daemon=True).start()
+
+    def verify(self) -> None:
+        self._verified.set()
+
+    def cancel(self) -> bool:
+        """Stop. True: no report is written from here on. False: the worker settles it, and answers."""
+        with self._lock:
+            self._cancelled = True
+            settled = self._phase is not Phase.REPORTING
+            if settled:
+                self._phase = Phase.ENDED
+        self._progress.stop()
+        self._verified.set()
+        if settled and self._heartbeat is not None:
+            self._heartbeat.stop(wait_s=0)  # the worker may be in a system call for long; the lease need not be
+        return settled
+
+    def discard(self) -> None:
+        """Close what a job that was never started owns."""
+        os.close(self._job.dir_fd)
+
+    def _run(self) -> None:
+        try:
+            self._answer(self._work())
+        except Stopped:
+            self._answer(messages.Cancelled(self.name))
+        except StorageError as error:
+            self._answer(messages.Failed(self.name, error.errno, error.path, str(error)))
+        except OSError as error:
+            self._answer(messages.Failed(self.name, error.errno, where(self._job.dir_fd), str(error)))
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the trainer must hear of it
+            detail = f"{type(error).__name__}: {error}"
+            self._answer(messages.Failed(self.name, None, where(self._job.dir_fd), detail))
+        finally:
+            if self._heartbeat is not None:
+                self._heartbeat.stop(wait_s=_RELEASE_WAIT_S)
+            os.close(self._job.dir_fd)
+
+    def _answer(self, message: messages.Message) -> None:
+        """Post the one answer that ends the attempt, unless a cancel has ended it already."""
+        with self._lock:
+            if self._phase is Phase.ENDED:
+                return
+            if self._cancelled and not isinstance(message, messages.Reported):
+                message = messages.Cancelled(self.name)
+            self._phase = Phase.ENDED
+        self._post(message)
+        if self._cancelled and isinstance(message, messages.Reported):
+            self._post(messages.Cancelled(self.name))
+
+    def _work(self) -> messages.Message:
+        job, persist = self._job, self._job.persist
+        self._heartbeat = Heartbeat(hold(job.dir_fd, persist.lease_name, new_record(persist.rank)))
+        written = write_files(
+            job.dir_fd, job.image, job.plan(), job.options, progress=self._progress, calls=self._calls
+        )
+        with self._lock:
+            if self._phase is Phase.ENDED:
+                raise Stopped
+            self._phase = Phase.PERSISTED
+        self._post(messages.Persisted(self.name, written.nbytes, written.seconds, written.direct))
+        self._verified.wait()
+        data = self._render(written)
+        try:
+            size, digest = write_report(
+                job.dir_fd, persist.report_name, data, may_publish=self._begin_report, calls=self._calls
+            )
+        except StorageError:
+            # It may have its name and not be durable: a rank that says "failed" leaves no report behind.
+            self._take_back(persist.report_name)
+            raise
+        if self._cancelled and self._take_back(persist.report_name):
+            raise Stopped
+        # Gone before anyone may publish the directory: what is published holds no lease.
+        self._heartbeat.stop(wait_s=_RELEASE_WAIT_S)
+        return messages.Reported(self.name, size, digest, written.nbytes)
+
+    def _begin_report(self) -> bool:
+        with self._lock:
+            if self._phase is Phase.ENDED:
+                return False
+            self._phase = Phase.REPORTING
+            return True
+
+    def _take_back(self, name: str) -> bool:
+        """Remove a report that must not stand; False if that failed, so that it may."""
+        try:
+            self._calls.unlink(self._job.dir_fd, name)
+            self._calls.fsync_dir(self._job.dir_fd)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    def _render(self, written: Written) -> bytes:
+        persist = self._job.persist
+        return manifest.encode_report(
+            manifest.Report(
+                attempt=persist.attempt,
+                step=persist.step,
+                rank=persist.rank,
+                world=persist.world,
+                files=written.files,
+                tensor_sums=written.tensor_sums,
+                index=self._job.index,
+            )
+        )

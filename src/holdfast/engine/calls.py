@@ -1,0 +1,142 @@
+"""The system calls that persisting makes, behind a seam: tests put failures here. Torch-free.
+
+`Calls` is what the executor needs; `SYSTEM` does it for real. Every method raises `OSError` as the system says, and
+none retries. Names are relative to a directory descriptor, so a directory that is renamed meanwhile is followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+from typing import TYPE_CHECKING, Final, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_UNSUPPORTED: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP})
+O_DIRECT: Final[int] = getattr(os, "O_DIRECT", 0)
+
+
+class Calls(Protocol):
+    def create(self, dir_fd: int, name: str, *, direct: bool) -> int:
+        """Create a file for writing; it must not exist, and a link in its place is not followed."""
+        ...
+
+    def allocate(self, fd: int, nbytes: int) -> None:
+        """Give the file its size, with its blocks where the file system can: a full disk shows here."""
+        ...
+
+    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+        """Write some of ``data``; how much is returned."""
+        ...
+
+    def make_buffered(self, fd: int) -> None:
+        """Take O_DIRECT off an open file."""
+        ...
+
+    def drop_cache(self, fd: int, offset: int, nbytes: int) -> None:
+        """Start write-back of the range and drop what is clean of it; 0 bytes: to the end. A hint: never fails."""
+        ...
+
+    def fsync(self, fd: int) -> None: ...
+
+    def fsync_dir(self, fd: int) -> None: ...
+
+    def close(self, fd: int) -> None: ...
+
+    def rename(self, dir_fd: int, source: str, target: str) -> None: ...
+
+    def unlink(self, dir_fd: int, name: str) -> None: ...
+
+
+class SystemCalls:
+    """`Calls` by the operating system."""
+
+    def create(self, dir_fd: int, name: str, *, direct: bool) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(name, flags | (O_DIRECT if direct else 0), mode=0o666, dir_fd=dir_fd)
+
+    def allocate(self, fd: int, nbytes: int) -> None:
+        if nbytes == 0:
+            return
+        allocate = _fallocate()
+        if allocate is None or not allocate(fd, nbytes):
+            # Sized at once all the same: writers that never extend a file don't wait for each other.
+            os.ftruncate(fd, nbytes)
+
+    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+        return os.pwrite(fd, data, offset)
+
+    def make_buffered(self, fd: int) -> None:
+        import fcntl
+
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~O_DIRECT)
+
+    def drop_cache(self, fd: int, offset: int, nbytes: int) -> None:
+        if hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def fsync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def fsync_dir(self, fd: int) -> None:
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            # Some network and FUSE file systems have no fsync for directories: entries are durable when made.
+            if error.errno not in {errno.EINVAL, errno.ENOTSUP}:
+                raise
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def rename(self, dir_fd: int, source: str, target: str) -> None:
+        os.rename(source, target, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+
+    def unlink(self, dir_fd: int, name: str) -> None:
+        os.unlink(name, dir_fd=dir_fd)
+
+
+SYSTEM: Final[Calls] = SystemCalls()
+
+
+def where(dir_fd: int, name: str = "") -> str:
+    """``name`` in the directory ``dir_fd``, as a path for messages: the directory's name now, as far as it is known."""
+    try:
+        directory = os.readlink(f"/proc/self/fd/{dir_fd}")
+    except OSError:
+        return name
+    return f"{directory}/{name}" if name else directory
+
+
+def check_name(name: str) -> None:
+    """Raise `OSError` (EINVAL) unless ``name`` is a plain entry name that can't lead out of its directory."""
+    if not name or name in {".", ".."} or "/" in name or "\0" in name or len(os.fsencode(name)) > 255:
+        raise OSError(errno.EINVAL, f"{name!r} is no plain file name")
+
+
+@functools.cache
+def _fallocate() -> Callable[[int, int], bool] | None:
+    """fallocate(2) itself: `os.posix_fallocate` would write a byte into every block where it is not supported."""
+    try:
+        import ctypes
+
+        call = ctypes.CDLL(None, use_errno=True).fallocate64
+    except (ImportError, OSError, AttributeError):
+        return None
+    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+    def allocate(fd: int, nbytes: int) -> bool:
+        while call(fd, 0, 0, nbytes) != 0:
+            number = ctypes.get_errno()
+            if number == errno.EINTR:
+                continue
+            if number in _UNSUPPORTED:
+                return False
+            raise OSError(number, os.strerror(number))
+        return True
+
+    return allocate

@@ -1,0 +1,402 @@
+"""Executes a write plan: an image becomes durable files, with a checksum of every extent and tensor. Torch-free.
+
+Writers (threads in `pwrite`) and hashers (threads in xxhash) go over the image at the same time; the image must not
+change meanwhile. It runs in the engine process, and as well in any other: systems without memfd have no engine.
+
+Guarantees:
+- files are created, never opened: what exists is an error, and a link is not followed;
+- a full disk shows before the first byte where the file system can preallocate;
+- `write_files` returns when every file and the directory are fsynced; a failed fsync is final, never repeated, since
+  the kernel forgets a failed page;
+- O_DIRECT where it works; otherwise buffered, with write-back started chunk by chunk and the page cache dropped;
+- a report exists whole and durable under its name, or it does not exist under it.
+
+On failure files stay as they are: they lie in an attempt directory, which is removed as a whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import xxhash
+
+from holdfast.engine.calls import O_DIRECT, SYSTEM, Calls, check_name, where
+from holdfast.engine.checksums import PIECE_BYTES, Sums, Unit, WritePlan, hash_unit
+from holdfast.errors import StorageError
+from holdfast.format.manifest import ReportFile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+CHUNK_BYTES: Final = 8 << 20
+BLOCK_BYTES: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOptions:
+    """How hard to work. Defaults are for an engine; they bound what it takes from training."""
+
+    writers: int = 2
+    """Threads that write; up to as many hash. 1 to 16."""
+    io_limit_bytes_per_s: int | None = None
+    direct: bool = True
+    """Use O_DIRECT where the file system allows it."""
+    piece_bytes: int = PIECE_BYTES
+    """Hashed at a time; a power of two from 4,096 to an extent. Larger ones take the GIL less often."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What `write_files` made durable."""
+
+    files: tuple[ReportFile, ...]
+    tensor_sums: bytes
+    nbytes: int
+    seconds: float
+    direct: bool
+
+
+class Stopped(Exception):
+    """The work was stopped by `Progress.stop`; nothing was promised."""
+
+
+class Progress:
+    """Watches and stops one execution, from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._written = 0
+        self.stopped = False
+        self.halt = threading.Event()
+        """Set when there is no point in going on: stopped, or failed."""
+
+    @property
+    def written(self) -> int:
+        """Bytes that the system has taken so far."""
+        return self._written
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self._written += nbytes
+
+    def stop(self) -> None:
+        """Make the execution end with `Stopped`, as soon as its system calls return."""
+        self.stopped = True
+        self.halt.set()
+
+
+class Throttle:
+    """A byte budget shared by the writers: ``io_limit_bytes_per_s`` on average, one chunk at a time."""
+
+    def __init__(self, bytes_per_s: int | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._free_at = clock()
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The largest chunk that keeps writing smooth: a sixteenth of a second's budget, at most `CHUNK_BYTES`."""
+        if self._bytes_per_s is None:
+            return CHUNK_BYTES
+        return max(min(self._bytes_per_s // 16, CHUNK_BYTES) // BLOCK_BYTES, 1) * BLOCK_BYTES
+
+    def reserve(self, nbytes: int) -> float:
+        """Book ``nbytes``; returns the seconds to wait before writing them."""
+        if self._bytes_per_s is None:
+            return 0.0
+        with self._lock:
+            now = self._clock()
+            start = max(now, self._free_at)
+            self._free_at = start + nbytes / self._bytes_per_s
+            return start - now
+
+
+class _File:
+    """One file being written. ``left`` bytes are not written yet; whoever writes the last of them fsyncs it."""
+
+    __slots__ = ("fd", "image_offset", "left", "name", "size")
+
+    def __init__(self, name: str, size: int, image_offset: int) -> None:
+        self.name, self.size, self.image_offset = name, size, image_offset
+        self.left = size
+        self.fd = -1
+
+
+class _Execution:
+    """The state that the threads of one `write_files` share."""
+
+    def __init__(
+        self,
+        dir_fd: int,
+        image: memoryview,
+        plan: WritePlan,
+        options: WriteOptions,
+        *,
+        progress: Progress,
+        calls: Calls,
+    ) -> None:
+        self.dir_fd, self.image, self.plan, self.options = dir_fd, image, plan, options
+        self.progress, self.calls = progress, calls
+        self.files = [_File(row.name, row.size, row.image_offset) for row in plan.files]
+        self.sums = Sums(plan)
+        self.throttle = Throttle(options.io_limit_bytes_per_s)
+        self.direct = options.direct and O_DIRECT != 0
+        self.failure: BaseException | None = None
+        self._lock = threading.Lock()
+        self._chunks = self._all_chunks()
+        self._units = iter(plan.units)
+
+    def fail(self, error: BaseException) -> None:
+        with self._lock:
+            if self.failure is None:
+                self.failure = error
+        self.progress.halt.set()
+
+    def create_all(self) -> None:
+        for file in self.files:
+            self._check_halt()
+            try:
+                check_name(file.name)
+                file.fd = self._create(file.name)
+                self.calls.allocate(file.fd, file.size)
+                if file.size == 0:
+                    self.calls.fsync(file.fd)
+            except OSError as error:
+                raise self._storage_error(f"can't create a file of {file.size} bytes", file.name, error) from error
+
+    def write(self) -> None:
+        """A writer thread: takes chunks until there are none."""
+        while not self.progress.halt.is_set():
+            with self._lock:
+                job = next(self._chunks, None)
+            if job is None:
+                return
+            file, offset, nbytes = job
+            delay = self.throttle.reserve(nbytes)
+            if delay > 0 and self.progress.halt.wait(delay):
+                return
+            try:
+                self._write_chunk(file, offset, nbytes)
+                with self._lock:
+                    file.left -= nbytes
+                    last = file.left == 0
+                if last:
+                    self._finish(file)
+            except OSError as error:
+                self.fail(self._storage_error(f"can't write {file.size} bytes", file.name, error))
+
+    def hash(self) -> None:
+        """A hasher thread: takes units until there are none."""
+        while not self.progress.halt.is_set():
+            with self._lock:
+                unit: Unit | None = next(self._units, None)
+            if unit is None:
+                return
+            hash_unit(self.image, self.plan, unit, self.sums, self.options.piece_bytes)
+
+    def sync_dir(self) -> None:
+        try:
+            self.calls.fsync_dir(self.dir_fd)
+        except OSError as error:
+            raise self._storage_error("can't fsync the directory", "", error) from error
+
+    def close_all(self) -> None:
+        for file in self.files:
+            if file.fd >= 0:
+                fd, file.fd = file.fd, -1
+                try:
+                    self.calls.close(fd)
+                except OSError as error:
+                    # What fsync has confirmed stands; a file that failed before has its error already.
+                    if file.left:
+                        self.fail(self._storage_error("can't close", file.name, error))
+
+    def _create(self, name: str) -> int:
+        try:
+            return self.calls.create(self.dir_fd, name, direct=self.direct)
+        except OSError as error:
+            if not (self.direct and error.errno == errno.EINVAL):
+                raise
+        # This file system has no O_DIRECT. Some make the file before they refuse it.
+        self.direct = False
+        with contextlib.suppress(FileNotFoundError):
+            self.calls.unlink(self.dir_fd, name)
+        return self.calls.create(self.dir_fd, name, direct=False)
+
+    def _write_chunk(self, file: _File, offset: int, nbytes: int) -> None:
+        done = 0
+        while done < nbytes:
+            if self.progress.halt.is_set():
+                raise OSError(errno.ECANCELED, "stopped")
+            start = file.image_offset + offset + done
+            was_direct = self.direct
+            try:
+                count = self.calls.pwrite(file.fd, self.image[start : start + nbytes - done], offset + done)
+            except OSError as error:
+                if not (was_direct and error.errno == errno.EINVAL):
+                    raise
+                # Opened with O_DIRECT but not written: the alignment is not enough here, or it was only accepted.
+                self._make_buffered()
+                continue
+            if count <= 0:
+                raise OSError(errno.EIO, f"the system wrote {count} bytes and named no error")
+            done += count
+            self.progress.add(count)
+        if not self.direct:
+            self.calls.drop_cache(file.fd, offset, nbytes)
+
+    def _make_buffered(self) -> None:
+        with self._lock:
+            if self.direct:
+                for file in self.files:
+                    if file.fd >= 0:
+                        self.calls.make_buffered(file.fd)
+                self.direct = False
+
+    def _finish(self, file: _File) -> None:
+        self.calls.fsync(file.fd)
+        if not self.direct:
+            self.calls.drop_cache(file.fd, 0, 0)
+
+    def _all_chunks(self) -> Iterator[tuple[_File, int, int]]:
+        step = self.throttle.chunk_bytes
+        for file in self.files:
+            for offset in range(0, file.size, step):
+                yield file, offset, min(step, file.size - offset)
+
+    def _check_halt(self) -> None:
+        if self.progress.halt.is_set():
+            raise Stopped
+
+    def _storage_error(self, what: str, name: str, error: OSError) -> StorageError:
+        path = where(self.dir_fd, name)
+        return StorageError(
+            f"{what}: {path}: {error.strerror or error} (errno {error.errno}); "
+            f"{self.progress.written} bytes of this attempt were written before",
+            path=path,
+            errno=error.errno,
+        )
+
+
+def write_files(
+    dir_fd: int,
+    image: memoryview,
+    plan: WritePlan,
+    options: WriteOptions,
+    *,
+    progress: Progress | None = None,
+    calls: Calls = SYSTEM,
+) -> Written:
+    """Write the files of ``plan`` from ``image`` into the directory ``dir_fd``, and hash them.
+
+    Returns when all files and the directory are durable. ``image`` is bytes, best on a page boundary (else O_DIRECT is
+    given up), and must hold still. Raises `StorageError` naming the file, `Stopped` after ``progress.stop()``; either
+    way no thread of it is left. Blocks: for threads that may.
+    """
+    started = time.monotonic()
+    progress = progress or Progress()
+    rows_end = max((row.image_offset + row.size for row in plan.files), default=0)
+    if rows_end > len(image):
+        raise StorageError(
+            f"the plan reads {rows_end} bytes of an image of {len(image)}", path=where(dir_fd), errno=errno.EINVAL
+        )
+    run = _Execution(dir_fd, image, plan, options, progress=progress, calls=calls)
+    try:
+        run.create_all()
+        _run_threads(run)
+        if run.failure is None and not progress.stopped:
+            run.sync_dir()
+    finally:
+        run.close_all()
+    if progress.stopped:
+        raise Stopped
+    if run.failure is not None:
+        raise run.failure
+    return Written(
+        files=tuple(
+            ReportFile(file.name, file.size, bytes(sums))
+            for file, sums in zip(run.files, run.sums.extents, strict=True)
+        ),
+        tensor_sums=bytes(run.sums.tensors),
+        nbytes=sum(file.size for file in run.files),
+        seconds=time.monotonic() - started,
+        direct=run.direct,
+    )
+
+
+def write_report(
+    dir_fd: int,
+    name: str,
+    data: bytes,
+    *,
+    may_publish: Callable[[], bool] = lambda: True,
+    calls: Calls = SYSTEM,
+) -> tuple[int, str]:
+    """Make ``data`` durable as the report ``name`` in the directory ``dir_fd``; returns its size and xxh3_128 digest.
+
+    ``may_publish`` is asked once, when all that is left is to give the file its name; False raises `Stopped` and
+    leaves no report. Raises `StorageError`: then there may be a report only if giving the name was what failed to
+    become durable.
+    """
+    fresh = f".{name}.new"
+    try:
+        check_name(name)
+        fd = calls.create(dir_fd, fresh, direct=False)
+        try:
+            view, done = memoryview(data), 0
+            while done < len(view):
+                count = calls.pwrite(fd, view[done:], done)
+                if count <= 0:
+                    raise OSError(errno.EIO, f"the system wrote {count} bytes and named no error")
+                done += count
+            calls.fsync(fd)
+        finally:
+            calls.close(fd)
+        if not may_publish():
+            calls.unlink(dir_fd, fresh)
+            raise Stopped
+        calls.rename(dir_fd, fresh, name)
+        calls.fsync_dir(dir_fd)
+    except OSError as error:
+        path = where(dir_fd, name)
+        raise StorageError(
+            f"can't write the report {path}: {error.strerror or error} (errno {error.errno})",
+            path=path,
+            errno=error.errno,
+        ) from error
+    return len(data), xxhash.xxh3_128_hexdigest(data)
+
+
+def _run_threads(run: _Execution) -> None:
+    def guarded(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - carried to the thread that waits
+            run.fail(error)
+
+    writers = max(1, min(run.options.writers, 16))
+    hashers = max(1, min(writers, (os.cpu_count() or 1) // 2, len(run.plan.units)))
+    threads = [
+        threading.Thread(target=guarded, args=(run.write,), name=f"holdfast-write-{index}", daemon=True)
+        for index in range(writers)
+    ] + [
+        threading.Thread(target=guarded, args=(run.hash,), name=f"holdfast-hash-{index}", daemon=True)
+        for index in range(hashers)
+    ]
+    started: list[threading.Thread] = []
+    try:
+        for thread in threads:
+            thread.start()
+            started.append(thread)
+    except RuntimeError as error:
+        run.fail(StorageError(f"can't start a writer thread: {error}", path=where(run.dir_fd), errno=errno.EAGAIN))
+    finally:
+        for thread in started:
+            thread.join()

@@ -1,0 +1,63 @@
+"""Removes a directory with everything below it, without leaving it through a link. Torch-free.
+
+Guarantees: works on descriptors, so a directory that is swapped for a link meanwhile is not followed; absent is fine;
+goes on after an error and raises the first one. Removal is of trash: what is left is found and removed by a later one.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final
+
+from holdfast.engine.calls import check_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MAX_DEPTH: Final = 64
+
+
+def remove_tree_at(dir_fd: int, name: str, *, stopped: Callable[[], bool] = lambda: False) -> None:
+    """Remove the entry ``name`` of the directory ``dir_fd``, whatever it is.
+
+    Returns when it is gone, or ``stopped`` says so. Raises `OSError`: the first that kept an entry from being removed.
+    """
+    check_name(name)
+    errors: list[OSError] = []
+    _remove(dir_fd, name, stopped, errors, 0)
+    if errors:
+        raise errors[0]
+
+
+def _remove(dir_fd: int, name: str, stopped: Callable[[], bool], errors: list[OSError], depth: int) -> None:
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+    except FileNotFoundError:
+        return
+    except OSError:  # a file, a link, or a directory we may not read: unlink settles the first two
+        _try(lambda: os.unlink(name, dir_fd=dir_fd), errors)
+        return
+    try:
+        with os.scandir(fd) as entries:
+            names = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        for child, is_dir in names:
+            if stopped():
+                return
+            if is_dir and depth < MAX_DEPTH:
+                _remove(fd, child, stopped, errors, depth + 1)
+            else:
+                _try(lambda child=child: os.unlink(child, dir_fd=fd), errors)  # type: ignore[misc]
+    except OSError as error:
+        errors.append(error)
+    finally:
+        os.close(fd)
+    _try(lambda: os.rmdir(name, dir_fd=dir_fd), errors)
+
+
+def _try(act: Callable[[], None], errors: list[OSError]) -> None:
+    try:
+        act()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        errors.append(error)

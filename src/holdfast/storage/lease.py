@@ -1,0 +1,207 @@
+"""Signs of life in an attempt directory: a file that its holder locks and rewrites. Torch-free.
+
+While an engine works on an attempt it holds ``lease-00007`` there, so that a manager that finds the attempt after a
+crash can tell "being finished" from "left behind":
+
+    same host      `flock` answers at once, and the kernel drops the lock with the process, however it died
+    another host   the record's counter (or the file's mtime) moves, or it doesn't: watch it over a while
+
+Guarantees: under its final name a lease is always whole and locked (it is made under another name, locked, then
+renamed); the record keeps its size, so a rewrite never truncates; observing never blocks the holder for long.
+Assumes: clocks of different hosts are not compared; `LeaseState` is for "did it change?", on the observer's own clock.
+Does not: decide how long is quiet (``commit`` does), or run a thread (the engine's `Heartbeat` does).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from typing import Final
+
+import msgspec
+
+from holdfast.errors import StorageError
+
+LEASE_PREFIX: Final = "lease-"
+RECORD_BYTES: Final = 512
+"""Every record is padded with blanks to this size: one sector, so readers see an old or a new one."""
+SYNC_EVERY: Final = 8
+"""Beats between two flushes: a network file system shows other hosts what was flushed, not what was written."""
+_LOCK_TRIES: Final = 50
+_LOCK_PAUSE_S: Final = 0.02
+
+
+class LeaseRecord(msgspec.Struct, frozen=True):
+    """Who holds a lease. ``counter`` goes up by one with every beat."""
+
+    pid: int
+    host: str
+    boot_id: str
+    """Changes when the host restarts, and is shared by its containers; empty where the system has none."""
+    rank: int
+    counter: int
+
+
+class LeaseState(msgspec.Struct, frozen=True):
+    """One look at a lease. Two looks that are equal mean: no beat in between."""
+
+    record: LeaseRecord | None
+    """None if the content can't be read as a record."""
+    mtime_ns: int
+    flock_free: bool | None
+    """False: a live process holds it. True: nobody does. None: can't be told from here, watch the record."""
+
+
+def lease_name(rank: int) -> str:
+    """The file name of ``rank``'s lease: ``lease-00007``."""
+    return f"{LEASE_PREFIX}{rank:05d}"
+
+
+def boot_id() -> str:
+    """What identifies this boot of this host; empty where the system doesn't say."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def new_record(rank: int) -> LeaseRecord:
+    """A record for this process, counter 0."""
+    return LeaseRecord(pid=os.getpid(), host=os.uname().nodename[:255], boot_id=boot_id(), rank=rank, counter=0)
+
+
+def encode_record(record: LeaseRecord) -> bytes:
+    """`RECORD_BYTES` of JSON, padded with blanks."""
+    data = msgspec.json.encode(record)
+    assert len(data) <= RECORD_BYTES
+    return data.ljust(RECORD_BYTES)
+
+
+def decode_record(data: bytes) -> LeaseRecord | None:
+    """The record in ``data``, or None where there is none."""
+    try:
+        return msgspec.json.decode(data, type=LeaseRecord)
+    except msgspec.MsgspecError:
+        return None
+
+
+class Lease:
+    """A lease that this process holds. For one thread at a time; made by `hold`."""
+
+    def __init__(self, dir_fd: int, name: str, fd: int, record: LeaseRecord) -> None:
+        self._dir_fd = dir_fd
+        self._name = name
+        self._fd = fd
+        self.record = record
+
+    def beat(self) -> None:
+        """Rewrite the record with the next counter. Raises `OSError`; the lock is held all the same."""
+        counter = self.record.counter + 1
+        self.record = msgspec.structs.replace(self.record, counter=counter)
+        os.pwrite(self._fd, encode_record(self.record), 0)
+        if counter % SYNC_EVERY == 0:
+            os.fsync(self._fd)
+
+    def release(self) -> None:
+        """Remove the file and drop the lock; idempotent. Never raises: a lease left behind is found unlocked."""
+        if self._fd < 0:
+            return
+        fd, self._fd = self._fd, -1
+        try:
+            os.unlink(self._name, dir_fd=self._dir_fd)
+        except OSError:
+            pass
+        finally:
+            os.close(fd)
+
+
+def hold(dir_fd: int, name: str, record: LeaseRecord) -> Lease:
+    """Create the lease ``name`` in the directory ``dir_fd``, locked; ``dir_fd`` must stay open until its release.
+
+    Raises `StorageError` where the file can't be made. A file system without locks gives a lease that only beats.
+    """
+    fresh = f".{name}.new"
+    fd = -1
+    try:
+        fd = os.open(
+            fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode=0o666, dir_fd=dir_fd
+        )
+        os.pwrite(fd, encode_record(record), 0)
+        _lock(fd)
+        os.rename(fresh, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+    except OSError as error:
+        if fd >= 0:
+            os.close(fd)
+        path = _path(dir_fd, name)
+        raise StorageError(f"can't make the lease {path}: {error.strerror}", path=path, errno=error.errno) from error
+    return Lease(dir_fd, name, fd, record)
+
+
+def observe(directory: int | str, name: str) -> LeaseState | None:
+    """Look at the lease ``name`` in ``directory`` (a descriptor or a path) now; None where there is none.
+
+    Raises `StorageError` for anything else than absence that keeps it from being read.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = (
+            os.open(name, flags, dir_fd=directory)
+            if isinstance(directory, int)
+            else os.open(os.path.join(directory, name), flags)
+        )
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        path = _path(directory, name)
+        raise StorageError(f"can't open the lease {path}: {error.strerror}", path=path, errno=error.errno) from error
+    try:
+        data = os.pread(fd, RECORD_BYTES, 0)
+        mtime_ns = os.fstat(fd).st_mtime_ns
+        record = decode_record(data)
+        return LeaseState(record=record, mtime_ns=mtime_ns, flock_free=_flock_free(fd, record))
+    except OSError as error:
+        path = _path(directory, name)
+        raise StorageError(f"can't read the lease {path}: {error.strerror}", path=path, errno=error.errno) from error
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int) -> None:
+    """Lock, waiting out an observer's short test of the lock; a file system without locks is fine."""
+    for _ in range(_LOCK_TRIES):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_LOCK_PAUSE_S)
+        except OSError as error:
+            if error.errno in {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}:
+                return
+            raise
+        else:
+            return
+    raise OSError(errno.EWOULDBLOCK, "another process keeps it locked")
+
+
+def _path(directory: int | str, name: str) -> str:
+    """For messages."""
+    if isinstance(directory, str):
+        return os.path.join(directory, name)
+    try:
+        return os.path.join(os.readlink(f"/proc/self/fd/{directory}"), name)
+    except OSError:
+        return name
+
+
+def _flock_free(fd: int, record: LeaseRecord | None) -> bool | None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    # Seen free from another host may only mean that this file system keeps locks to one host.
+    here = boot_id()
+    return True if here and record is not None and record.boot_id == here else None
