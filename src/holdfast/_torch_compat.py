@@ -1,0 +1,185 @@
+"""Every private or version-dependent name of torch that Holdfast uses, in one place.
+
+Guarantees: works with torch 2.7 and later; nothing here imports a heavy part of torch that the program hasn't
+imported itself (no DTensor exists before ``torch.distributed.tensor`` is imported, no compiled module before
+``torch._dynamo``), so asking "is this a DTensor?" is free for programs that have none.
+
+Does not: hold any logic of Holdfast's own. A name that torch moves is mended here and nowhere else.
+"""
+
+# ruff: noqa: SLF001 - private names are what this module is for
+
+from __future__ import annotations
+
+import sys
+from operator import attrgetter
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+CHECKPOINT_WRAPPED: Final = "_checkpoint_wrapped_module"
+"""The attribute under which an activation-checkpoint wrapper keeps its module."""
+
+COMPILED_MODULE: Final = "_orig_mod"
+"""The attribute under which ``torch.compile`` keeps the module it wraps."""
+
+FQN_MODIFIERS: Final = "_fqn_modifiers"
+"""A module method naming children that its own state_dict hooks leave out of names (torch 2.6 and later)."""
+
+EXTRA_STATE: Final = "_extra_state"
+
+_PLAIN_TYPES: Final = (torch.Tensor, nn.Parameter)
+
+dtensor_spec = attrgetter("_spec")
+"""A DTensor's mesh, placements and global metadata: one object, replaced whenever any of them changes."""
+
+
+def _loaded(module: str, name: str) -> Any:
+    return getattr(sys.modules.get(module), name, None)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` as ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+# tensors -------------------------------------------------------------------------------------------------------
+
+
+def is_dtensor(value: object) -> bool:
+    if type(value) in _PLAIN_TYPES:
+        return False
+    dtensor = _loaded("torch.distributed.tensor", "DTensor")
+    return dtensor is not None and isinstance(value, dtensor)
+
+
+def wait_for_collective(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor behind a functional collective's result, once the collective is complete; else ``tensor``."""
+    if type(tensor) in _PLAIN_TYPES:
+        return tensor
+    pending = _loaded("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+    if pending is not None and isinstance(tensor, pending):
+        done: torch.Tensor = tensor.wait()
+        return done
+    return tensor
+
+
+def dtensor_local(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor object a DTensor holds, without autograd and without waiting."""
+    local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    return local
+
+
+def is_storable_type(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor``'s bytes are all there is to it: a subclass with its own dispatch has inner tensors we miss."""
+    kind = type(tensor)
+    if kind in _PLAIN_TYPES:
+        return True
+    plain: object = torch.Tensor.__torch_dispatch__
+    return kind.__torch_dispatch__ is plain
+
+
+def is_uninitialized(tensor: torch.Tensor) -> bool:
+    return nn.parameter.is_lazy(tensor)
+
+
+def strided_shard_split(placement: object) -> int | None:
+    """The split factor of a strided-shard placement; None for any other placement."""
+    strided = _loaded("torch.distributed.tensor.placement_types", "_StridedShard")
+    if strided is not None and isinstance(placement, strided):
+        return int(placement.split_factor)
+    return None
+
+
+# modules -------------------------------------------------------------------------------------------------------
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    compiled = _loaded("torch._dynamo.eval_frame", "OptimizedModule")
+    return compiled is not None and isinstance(module, compiled)
+
+
+def is_fsdp1_module(module: nn.Module) -> bool:
+    fsdp1 = _loaded("torch.distributed.fsdp", "FullyShardedDataParallel")
+    return fsdp1 is not None and isinstance(module, fsdp1)
+
+
+def is_fsdp2_module(module: nn.Module) -> bool:
+    fsdp2 = _loaded("torch.distributed.fsdp", "FSDPModule")
+    return fsdp2 is not None and isinstance(module, fsdp2)
+
+
+def fsdp2_is_sharded(module: nn.Module) -> bool:
+    """Whether an FSDP2 module has its sharded parameters registered: what is saved and what the optimizer holds."""
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group]
+    return all(group is None or group.is_sharded for group in groups)
+
+
+def overrides_state_dict(module: nn.Module) -> bool:
+    """Whether code outside torch changes what ``module.state_dict()`` returns: an override or a hook."""
+    kind = type(module)
+    for name in ("state_dict", "_save_to_state_dict"):
+        method = getattr(kind, name)
+        if method is not getattr(nn.Module, name) and not _is_torchs_own(method):
+            return True
+    hooks: dict[int, Any] = module._state_dict_hooks
+    return any(not _is_torchs_own(hook) for hook in hooks.values())
+
+
+def _is_torchs_own(function: object) -> bool:
+    name = getattr(function, "__module__", None) or ""
+    return bool(name == "torch" or name.startswith("torch."))
+
+
+def has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+# devices -------------------------------------------------------------------------------------------------------
+
+
+def current_accelerator() -> str | None:
+    """``"cuda"``, ``"xpu"``, ... where this build of torch has an accelerator that is present; else None."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if device is None else device.type
+
+
+def initialized_device_module(kind: str) -> Any | None:
+    """torch's module for a device type, if it is in use: asking one that isn't would make a context on the device."""
+    module = torch.get_device_module(kind)
+    is_initialized = getattr(module, "is_initialized", None)
+    return module if is_initialized is None or is_initialized() else None
+
+
+# the pickles of torch's own formats ----------------------------------------------------------------------------
+
+# What a stored pickle of a tensor calls by name: part of the format of every .pt file, so they can't go. Needed as
+# objects because pickle writes a function by reference. If one moves, emit its opcodes as format/torch_record.py does.
+rebuild_tensor_v2 = torch._utils._rebuild_tensor_v2
+rebuild_tensor_v3 = torch._utils._rebuild_tensor_v3
+rebuild_parameter = torch._utils._rebuild_parameter
+
+
+def storage_info_type() -> Any:
+    """Stock DCP's row "this entry is at these bytes of this file", which every ``.metadata`` holds under this path.
+
+    Imported on demand: it brings in most of ``torch.distributed``. If torch moves it, it must keep an alias for the
+    checkpoints there are; take that.
+    """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo
+
+
+def memory_format_encoding_type() -> Any:
+    """The enumeration that stands for a memory format in every ``.metadata``, since those can't be pickled.
+
+    On demand for the same reason; it belongs to the pickles there are, so torch can only rename it with an alias.
+    """
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+    return _MEM_FORMAT_ENCODING

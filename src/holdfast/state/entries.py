@@ -1,0 +1,151 @@
+"""What collecting a state yields: tensor entries and object entries, by name; and what may be an entry.
+
+Guarantees: an entry holds a reference, never a copy; a tensor that can't be stored is a `ConfigError` that names its
+key and says what to do instead. Assumes nothing is changed between collecting and staging except as the update hook
+allows. Does not: decide whether a plain object can be stored (``format.objects`` does, when it dumps it).
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter, eq, is_
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import torch
+
+from holdfast import _torch_compat as compat
+from holdfast.dtypes import ITEMSIZE
+from holdfast.errors import ConfigError
+from holdfast.plan.structure import PathItem
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Path = tuple[PathItem, ...]
+
+LAZY_BYTES: Final = 1 << 20
+"""A plain tensor of the user's, larger than this, is staged lazily like a parameter: see `TensorEntry.lazy`."""
+
+_DTYPES: Final = {dtype: name for name in ITEMSIZE if isinstance(dtype := getattr(torch, name, None), torch.dtype)}
+_FULL_CHECK_TENSORS: Final = 4096
+
+
+class TensorEntry(msgspec.Struct, frozen=True, eq=False):
+    """One tensor: ``tensor`` is the outer one (a DTensor stays a DTensor)."""
+
+    name: str
+    path: Path
+    tensor: torch.Tensor
+    lazy: bool
+    """It changes only in an optimizer step, or where the user calls ``before_update()``: staging may take its time."""
+
+
+class ObjectEntry(msgspec.Struct, frozen=True, eq=False):
+    """One plain value, as it was when the state was collected."""
+
+    name: str
+    path: Path
+    value: Any
+
+
+class Collected(msgspec.Struct, frozen=True, eq=False):
+    """References to all that a rank's state holds at this moment."""
+
+    tensors: tuple[TensorEntry, ...]
+    objects: tuple[ObjectEntry, ...]
+    unchanged: bool
+    """Names, order, shapes, dtypes and placements are those of the tree's previous `Collected`."""
+    fingerprint: int
+    """Equal for two collections of one tree exactly when everything between them was ``unchanged``."""
+
+
+def joined(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def known_dtype(tensor: torch.Tensor, name: str) -> str:
+    """The stored name of ``tensor``'s dtype; `ConfigError` where it can't be stored."""
+    found = _DTYPES.get(tensor.dtype)
+    if found is None:
+        raise ConfigError(f"{name}: dtype {tensor.dtype} can't be stored; convert the tensor first", field=name)
+    return found
+
+
+def torch_dtype(stored: str) -> torch.dtype:
+    """The dtype object for a stored name; `ConfigError` if this torch doesn't have it."""
+    found = getattr(torch, stored, None)
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(f"dtype {stored!r} is unknown to torch {torch.__version__}; load with a newer torch")
+    return found
+
+
+def check_tensor(name: str, tensor: torch.Tensor) -> None:
+    """Raise `ConfigError`, naming ``name``, unless ``tensor`` can be stored."""
+    if compat.is_dtensor(tensor):
+        for placement in tensor.placements:  # type: ignore[attr-defined]
+            if placement.is_partial():
+                _refuse(name, f"a DTensor with placement {placement} is a sum not yet taken", "redistribute it first")
+        tensor = compat.dtensor_local(tensor)
+    tensor = compat.wait_for_collective(tensor)
+    if compat.is_uninitialized(tensor):
+        _refuse(name, "a lazy parameter has no values yet", "run a forward first")
+    if not compat.is_storable_type(tensor):
+        _refuse(name, f"tensors of type {type(tensor).__qualname__} can't be stored", "keep it as plain tensors")
+    if tensor.is_nested:
+        _refuse(name, "nested tensors can't be stored", "keep values and offsets as two plain tensors")
+    if tensor.layout is not torch.strided:
+        _refuse(name, f"a tensor of layout {tensor.layout} can't be stored", "keep values and indices, or to_dense()")
+    if tensor.is_quantized:
+        _refuse(name, "quantized tensors can't be stored", "keep int_repr(), scale and zero point, or dequantize()")
+    if tensor.is_meta:
+        _refuse(name, "a tensor on the meta device has no values", "materialize the module first (to_empty)")
+    known_dtype(tensor, name)
+
+
+def _refuse(name: str, what: str, instead: str) -> None:
+    raise ConfigError(f"{name}: {what}; {instead}", field=name)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor this rank holds of ``tensor``: same memory, detached, conjugate and negative bits as they are.
+
+    Returns at once, unless the tensor is the result of a functional collective that is still under way: that is
+    waited for (on an accelerator: by the current stream).
+    """
+    if compat.is_dtensor(tensor):
+        tensor = compat.dtensor_local(tensor)
+    return compat.wait_for_collective(tensor).detach()
+
+
+def is_large(tensor: torch.Tensor) -> bool:
+    local = compat.dtensor_local(tensor) if compat.is_dtensor(tensor) else tensor
+    return local.numel() * local.element_size() > LAZY_BYTES
+
+
+class TensorGuard:
+    """Notices that tensor objects, unchanged in identity, have changed in shape, dtype or placement (``.data = ...``).
+
+    Reading one attribute of a tensor costs over 100 ns when there are too many for the cache, so above 4,096 tensors
+    only their size in bytes is compared. A change that keeps it (a transpose, float16 to bfloat16) is then left to
+    the stager, which sees each tensor anyway and refuses one that isn't as planned.
+    """
+
+    __slots__ = ("_dtensors", "_extents", "_look", "_specs", "_tensors")
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = list(tensors)
+        few = len(self._tensors) <= _FULL_CHECK_TENSORS
+        self._look = attrgetter("shape", "dtype") if few else attrgetter("nbytes")
+        self._extents: list[Any] = list(map(self._look, self._tensors))
+        self._dtensors = [tensor for tensor in self._tensors if compat.is_dtensor(tensor)]
+        self._specs = list(map(compat.dtensor_spec, self._dtensors))
+
+    def stands(self) -> bool:
+        return all(map(eq, map(self._look, self._tensors), self._extents)) and all(
+            map(is_, map(compat.dtensor_spec, self._dtensors), self._specs)
+        )
+
+
+def same_objects(left: Sequence[object], right: Sequence[object]) -> bool:
+    """Whether two sequences hold the very same objects: never compares values, which tensors do element by element."""
+    return len(left) == len(right) and all(map(is_, left, right))
