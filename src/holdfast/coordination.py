@@ -33,7 +33,7 @@ _LOOKS_PER_S: Final = 16_000
 _BULK_KEYS: Final = 1024
 
 
-class BoardLost(HoldfastError, ConnectionError):  # noqa: N818 - named as in errors.py: by what happened
+class BoardLost(HoldfastError, ConnectionError):
     """The board can't be reached any more, so nothing can be learnt from it. Ends up as the cause of a public error."""
 
     def __init__(self, message: str) -> None:
@@ -85,25 +85,6 @@ class Board(Protocol):
     def close(self) -> None:
         """Let go of this client; idempotent. Waits on it end with `BoardLost`."""
         ...
-
-
-def arrive(board: Board, key: str) -> bool:
-    """Say that this rank has arrived at ``key``; True for the last rank to. Once a rank, doesn't wait."""
-    last = board.add(f"{key}/arrived") == board.world
-    if last:
-        board.set(f"{key}/all", b"1")
-    return last
-
-
-def wait_all_arrived(board: Board, key: str, *, timeout_s: float, waiting_for: str) -> None:
-    """Return when every rank has called `arrive`: one key to wait for, however many ranks there are."""
-    board.get(f"{key}/all", timeout_s=timeout_s, waiting_for=waiting_for)
-
-
-def forget_arrivals(board: Board, key: str) -> None:
-    """Delete the keys of `arrive`; for the one rank that knows that nobody waits any more."""
-    board.delete(f"{key}/arrived")
-    board.delete(f"{key}/all")
 
 
 def _late(waiting_for: str, timeout_s: float, detail: str = "") -> DeadlineExceeded:

@@ -107,7 +107,7 @@ def emit(
 def _tell(hook: Callable[[Event], object], event: Event) -> None:
     try:
         hook(event)
-    except Exception:  # a listener is not part of the save, whatever it raises
+    except Exception:  # noqa: BLE001 - a listener is not part of the save, whatever it raises
         _log.exception("a hook raised on %s; it is ignored", event.kind)
 
 

@@ -1,0 +1,503 @@
+"""One attempt at publishing a checkpoint, as each rank sees it: begin, report, settle. Torch-free.
+
+The durable reports are the ranks' yes; the board only carries the news. The outcome is one key, set once by
+`compare_set`: COMMIT by the coordinator (rank 0) when every report is in and covers the plan, ABORT with its root cause
+by anyone. The states and who may take which edge are in ``transitions``.
+
+What stands on the board under an attempt's key:
+
+    begin            by rank 0: where to write, or why it could not begin
+    report/7         by rank 7: its line of the manifest
+    reported, wake   how many have reported; that there is something to decide
+    outcome          COMMIT or ABORT(reason): whoever is first
+    end              by rank 0: Published, Aborted or InDoubt, when that is durable
+    left             how many have read the end; the last one clears the board
+
+Guarantees: no rank is told of a failure while another is told of success, or while the next start could still roll
+the attempt forward. Failure is announced once the attempt is in the trash, durably, or once it is certain that one
+rank's report will never be there; success once the final name is durable. What can't be learnt within the deadlines
+is `OutcomeUnknown`. Every rank gets the same root cause.
+Assumes: the root's lock is held, so that nobody else publishes there; storage calls return (a rank's caller bounds
+them). One thread an attempt, but `abort` and `aborted` may be called from any. Time, storage and board are passed in:
+nothing here asks the system for anything.
+Does not: write tensors (the engine does), remove trash (``Attempt.trash`` says what may go), or finish what a crash
+left (``recovery`` does).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import xxhash
+
+from holdfast.coordination import BoardLost
+from holdfast.errors import (
+    CheckpointExists,
+    ConfigError,
+    DeadlineExceeded,
+    HoldfastError,
+    OutcomeUnknown,
+    SaveFailed,
+    StorageError,
+)
+from holdfast.format.manifest import (
+    MANIFEST_NAME,
+    PLAN_NAME,
+    AttemptPlan,
+    ManifestReport,
+    encode_attempt_plan,
+    encode_manifest,
+    report_name,
+)
+from holdfast.outcome import Aborted, AbortReason, InDoubt, Outcome, Published
+from holdfast.publish import clear_scaffolding, find_gap, finish_manifest, note_overwritten, publish, rename_once
+from holdfast.root import attempt_at, hidden_name, is_occupied
+from holdfast.transitions import Actor, State, advance
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from holdfast.coordination import Board
+    from holdfast.storage.protocol import Storage
+
+__all__ = ["AbortReason", "Aborted", "Attempt", "Deadlines", "InDoubt", "Outcome", "Published"]
+
+_log = logging.getLogger("holdfast.commit")
+NONCE_BYTES: Final = 4096
+"""How much of the plan file every rank reads back: its start holds the attempt's id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """How long, in seconds and each more than 0, the stages of an attempt may take.
+
+    ``begin_s``: until the coordinator has begun. ``persist_s``: from there until every rank has reported.
+    ``commit_s``: from there until the outcome is announced; a rank that hears nothing asks for as long again.
+    """
+
+    begin_s: float
+    persist_s: float
+    commit_s: float
+
+
+class _CommitVote(msgspec.Struct, frozen=True, tag="commit"):
+    """What the outcome key holds when the coordinator was first."""
+
+
+class _Begun(msgspec.Struct, frozen=True, tag="begun"):
+    attempt: str
+    name: str
+    step: int | None
+    directory: str
+    nonce: str
+    seen_at: str
+    """Where the coordinator sees it: host and path, for messages."""
+
+
+_BEGIN_NOTE: Final = msgspec.msgpack.Decoder(_Begun | AbortReason)
+_VOTE: Final = msgspec.msgpack.Decoder(_CommitVote | AbortReason)
+_END_NOTE: Final = msgspec.msgpack.Decoder(Published | Aborted | InDoubt)
+_REPORT: Final = msgspec.msgpack.Decoder(ManifestReport)
+_encode: Final = msgspec.msgpack.encode
+
+
+class Attempt:
+    """One rank's view of one attempt; made by `begin`, over after `settle`.
+
+    Attributes:
+        id, name, step: what is attempted.
+        directory: the attempt directory, relative to the storage's root; the engine writes into it.
+        state: where this rank stands.
+        trash: entries of the root that may be removed by the coordinator's engine, once `settle` has returned.
+    """
+
+    def __init__(
+        self, storage: Storage, board: Board, clock: Callable[[], float], key: str, deadlines: Deadlines, host: str
+    ) -> None:
+        self._storage = storage
+        self._board = board
+        self._clock = clock
+        self._key = key
+        self._deadlines = deadlines
+        self._seen_at = f"{host}:{storage.root}" if host else storage.root
+        self._actor = Actor.COORDINATOR if board.rank == 0 else Actor.FOLLOWER
+        self._plan: AttemptPlan | None = None
+        self._persist_by = 0.0
+        self.state = State.BEGIN
+        self.id = ""
+        self.name = ""
+        self.step: int | None = None
+        self.directory = ""
+        self.trash: tuple[str, ...] = ()
+
+    @classmethod
+    def begin(
+        cls,
+        *,
+        storage: Storage,
+        board: Board,
+        clock: Callable[[], float],
+        key: str,
+        deadlines: Deadlines,
+        plan: AttemptPlan | None = None,
+        prewritten: Mapping[str, bytes] | None = None,
+        host: str = "",
+    ) -> Attempt:
+        """Begin an attempt; every rank calls it with the same ``key``, new for each attempt on this board.
+
+        Rank 0 passes ``plan`` and ``prewritten``, the files known beforehand (names without ``/``), which are durable
+        with the attempt directory when this returns there. Other ranks wait for that, at most ``deadlines.begin_s``,
+        and make sure that they see the same directory. ``clock`` is monotonic, in seconds; ``host`` is for messages.
+
+        Raises what `AbortReason.error` gives, the same on every rank that could not begin: `CheckpointExists`,
+        `ConfigError` (the root isn't shared), or `SaveFailed` with its cause.
+        """
+        attempt = cls(storage, board, clock, key, deadlines, host)
+        if attempt._actor is Actor.COORDINATOR:
+            assert plan is not None
+            assert plan.world == board.world
+            attempt._begin(plan, prewritten or {})
+        else:
+            attempt._join()
+        attempt._persist_by = clock() + deadlines.persist_s
+        attempt._move(State.PERSISTING)
+        return attempt
+
+    def report(self, report: ManifestReport) -> None:
+        """Post this rank's yes: ``report`` is durable in the attempt directory. Doesn't wait.
+
+        If the board is lost the yes stands all the same; `settle` finds out what came of it.
+        """
+        assert report.rank == self._board.rank
+        self._move(State.REPORTED)
+        try:
+            self._board.set(f"{self._key}/report/{report.rank}", _encode(report))
+            if self._board.add(f"{self._key}/reported") == self._board.world:
+                self._wake()
+        except BoardLost as error:
+            _log.warning("rank %d could not post its report: %s", report.rank, error)
+
+    def abort(self, reason: AbortReason) -> AbortReason | None:
+        """Vote to give the attempt up; any thread. Returns what stands now: a root cause, or None for COMMIT.
+
+        The vote only counts if it is first. Doesn't wait; `settle` must still be called. Set ``reason.unreported``
+        only when the engine has confirmed that it stopped, or is dead; whether a report was written is looked up here.
+        """
+        try:
+            return self._vote(self._checked(reason))
+        except BoardLost:
+            return reason
+
+    def aborted(self) -> AbortReason | None:
+        """The root cause if the attempt has been given up by now, else None; any thread, doesn't wait."""
+        try:
+            data = self._board.try_get(f"{self._key}/outcome")
+        except BoardLost:
+            return None
+        vote = None if data is None else _VOTE.decode(data)
+        return vote if isinstance(vote, AbortReason) else None
+
+    def settle(
+        self, *, unreported: AbortReason | None = None, before_publish: Callable[[], None] | None = None
+    ) -> Outcome:
+        """Wait for the outcome and return it, the same on every rank; at most once an attempt.
+
+        A rank that did not report says why, in ``unreported`` or to `abort` before. The coordinator decides and
+        publishes here; ``before_publish`` is called when all reports are in, and what it raises is a vote against.
+        Returns within ``persist_s`` from `begin` and twice ``commit_s``, storage calls apart.
+
+        Raises `OutcomeUnknown` if the outcome can't be learnt; the next start settles it.
+        """
+        failure = None if unreported is None else self._checked(unreported)
+        if failure is not None:
+            self.abort(failure)
+        try:
+            if self._actor is Actor.COORDINATOR:
+                return self._decide(failure, before_publish)
+            return self._follow(failure)
+        finally:
+            self._leave()
+
+    # the coordinator -------------------------------------------------------------------------------------------
+
+    def _begin(self, plan: AttemptPlan, prewritten: Mapping[str, bytes]) -> None:
+        storage = self._storage
+        self.id, self.name, self.step = plan.attempt, plan.name, plan.step
+        self.directory = hidden_name(plan.name, plan.attempt, "incomplete")
+        try:
+            self._refuse_occupied(plan)
+            self._plan = plan = note_overwritten(storage, plan)
+            encoded = encode_attempt_plan(plan)
+            storage.make_dir(self.directory)
+            storage.write_file(f"{self.directory}/{PLAN_NAME}", encoded)
+            for name, data in prewritten.items():
+                storage.write_file(f"{self.directory}/{name}", data)
+            storage.sync_dir(self.directory)
+            note = _Begun(self.id, self.name, self.step, self.directory, _nonce(encoded), self._seen_at)
+            self._board.set(f"{self._key}/begin", _encode(note))
+        except (HoldfastError, OSError) as error:
+            self._fail_begin(AbortReason.of(error, rank=0, unreported=True))
+
+    def _fail_begin(self, reason: AbortReason) -> None:
+        """Nobody can have reported yet, so this failure is certain, whether or not the directory can be removed."""
+        self._move(State.ABORT)
+        self._try_remove()
+        try:
+            self._board.set(f"{self._key}/begin", _encode(reason))
+        except BoardLost as error:
+            _log.warning("attempt %s: the other ranks could not be told that it did not begin: %s", self.id, error)
+        self._move(State.REMOVED)
+        self._leave()
+        raise reason.error(step=self.step)
+
+    def _refuse_occupied(self, plan: AttemptPlan) -> None:
+        if not plan.overwrite and is_occupied(self._storage, plan.name):
+            path = f"{self._storage.root}/{plan.name}"
+            message = f"{path} exists already; choose another path or step, or pass overwrite=True to replace it"
+            raise CheckpointExists(message, path=path)
+
+    def _decide(self, failure: AbortReason | None, before_publish: Callable[[], None] | None) -> Outcome:
+        reason = failure if failure is not None else self._wait_reports_and_commit(before_publish)
+        if reason is None:
+            self._move(State.COMMIT)
+            try:
+                reason = self._publish()
+            except OutcomeUnknown as error:
+                self._announce(InDoubt(str(error)))
+                raise
+        else:
+            reason = self.abort(reason) or reason
+        if reason is None:
+            self._move(State.PUBLISHED)
+            outcome: Outcome = Published(self.name, self.id)
+            self._announce(outcome)
+            return outcome
+        self._move(State.ABORT)
+        if not self._try_remove() and not reason.unreported:
+            unknown = self._unknown(f"it was given up ({reason.message}) but could not be moved to the trash")
+            self._announce(InDoubt(str(unknown)))
+            raise unknown
+        self._move(State.REMOVED)
+        self._announce(Aborted(reason))
+        return Aborted(reason)
+
+    def _wait_reports_and_commit(self, before_publish: Callable[[], None] | None) -> AbortReason | None:
+        """None when COMMIT is the outcome; else the root cause of the abort that is, or has to be, voted."""
+        try:
+            reports = self._wait_reports()
+            if isinstance(reports, AbortReason):
+                return reports
+            if before_publish is not None:
+                before_publish()
+            self._prepare(reports)
+            return self._vote(_CommitVote())
+        except Exception as error:  # noqa: BLE001 - a callback may raise anything, and each is a vote against
+            return AbortReason.of(error, rank=0)
+
+    def _wait_reports(self) -> list[ManifestReport] | AbortReason:
+        """All reports in rank order, or the reason for which somebody has given up."""
+        board, key, world = self._board, self._key, self._board.world
+        reports = [f"{key}/report/{rank}" for rank in range(world)]
+        left_s = max(0.0, self._persist_by - self._clock())
+        try:
+            board.get(f"{key}/wake", timeout_s=left_s, waiting_for="the reports of all ranks")
+        except DeadlineExceeded as late:
+            missing = [rank for rank in range(world) if board.try_get(reports[rank]) is None]
+            if not missing:
+                return [_REPORT.decode(data) for data in self._gather(reports)]
+            shown = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
+            message = (
+                f"rank(s) {shown} of {world} had not written their part after {self._deadlines.persist_s:g} s "
+                "(persist_timeout); look for a slow disk or a hang there, or raise it"
+            )
+            error = DeadlineExceeded(message, waited_for=f"rank(s) {shown}", timeout_s=self._deadlines.persist_s)
+            error.__cause__ = late
+            return AbortReason.of(error, rank=missing[0])
+        return self.aborted() or [_REPORT.decode(data) for data in self._gather(reports)]
+
+    def _gather(self, keys: Sequence[str]) -> list[bytes]:
+        return self._board.gather(keys, timeout_s=self._deadlines.commit_s, waiting_for="the reports of all ranks")
+
+    def _prepare(self, reports: Sequence[ManifestReport]) -> None:
+        """Make the attempt directory what will be published, but for its name."""
+        plan = self._plan
+        assert plan is not None
+        self._refuse_occupied(plan)
+        gap = find_gap(plan, reports)
+        if gap:
+            raise SaveFailed(gap, step=self.step, rank=None)
+        manifest = encode_manifest(finish_manifest(plan, reports))
+        self._storage.write_file(f"{self.directory}/{MANIFEST_NAME}", manifest)
+        clear_scaffolding(self._storage, self.directory)
+
+    def _publish(self) -> AbortReason | None:
+        """None when published; a reason when the storage refused and nothing is visible. Raises `OutcomeUnknown`."""
+        assert self._plan is not None
+        try:
+            self.trash = publish(self._storage, self.directory, self.name, self.id, overwrite=self._plan.overwrite)
+        except StorageError as error:
+            return AbortReason.of(error, rank=0)
+        return None
+
+    def _try_remove(self) -> bool:
+        """Rename the attempt to trash, durably; True when that is so."""
+        target = hidden_name(self.name, self.id, "trash")
+        try:
+            if self._storage.exists(self.directory):
+                rename_once(self._storage, self.directory, target)
+            self._storage.sync_dir("")
+            if self._storage.exists(target):
+                self.trash = (target,)
+            visible = attempt_at(self._storage, self.name) == self.id
+        except StorageError as error:
+            _log.warning("attempt %s could not be moved to the trash: %s", self.id, error)
+            return False
+        return not visible
+
+    def _announce(self, note: Published | Aborted | InDoubt) -> None:
+        try:
+            self._board.set(f"{self._key}/end", _encode(note))
+        except BoardLost as error:
+            _log.warning("attempt %s: its end could not be announced: %s", self.id, error)
+
+    # the other ranks -------------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        begin_s = self._deadlines.begin_s
+        try:
+            data = self._board.get(f"{self._key}/begin", timeout_s=begin_s, waiting_for="rank 0 to begin the attempt")
+            note = _BEGIN_NOTE.decode(data)
+            if isinstance(note, _Begun):
+                self.id, self.name, self.step, self.directory = note.attempt, note.name, note.step, note.directory
+                self._check_shared(note)
+        except HoldfastError as error:
+            # Without having begun this rank will never report, so its failure is certain.
+            reason = AbortReason.of(error, rank=self._board.rank, unreported=True)
+            self._persist_by = self._clock()
+            outcome = self.settle(unreported=reason)
+            assert isinstance(outcome, Aborted)
+            raise outcome.reason.error(step=self.step) from None
+        if isinstance(note, AbortReason):
+            self._move(State.ABORT)
+            self._move(State.REMOVED)
+            self._leave()
+            raise note.error(step=self.step)
+
+    def _check_shared(self, note: _Begun) -> None:
+        path = f"{note.directory}/{PLAN_NAME}"
+        found = self._storage.size(path) is not None and self._storage.read_range(path, 0, NONCE_BYTES)
+        if not found or _nonce(found) != note.nonce:
+            message = (
+                f"rank {self._board.rank} at {self._seen_at} doesn't see the directory {note.directory} that rank 0 "
+                f"has just made at {note.seen_at}; checkpoints need a path on a file system that all ranks share"
+            )
+            raise ConfigError(message, field="path")
+
+    def _follow(self, failure: AbortReason | None) -> Outcome:
+        left_s = max(0.0, self._persist_by + self._deadlines.commit_s - self._clock())
+        try:
+            return self._learn(self._wait_end(left_s))
+        except (DeadlineExceeded, BoardLost) as error:
+            return self._resolve_doubt(error, failure)
+
+    def _wait_end(self, timeout_s: float) -> Published | Aborted | InDoubt:
+        data = self._board.get(f"{self._key}/end", timeout_s=timeout_s, waiting_for="rank 0 to announce the outcome")
+        note: Published | Aborted | InDoubt = _END_NOTE.decode(data)
+        return note
+
+    def _learn(self, note: Published | Aborted | InDoubt) -> Outcome:
+        if isinstance(note, InDoubt):
+            raise OutcomeUnknown(note.message, attempt=self.id, step=self.step)
+        if isinstance(note, Published):
+            self._move(State.COMMIT)
+            self._move(State.PUBLISHED)
+            return note
+        if self.state is not State.ABORT:
+            self._move(State.ABORT)
+        self._move(State.REMOVED)
+        return note
+
+    def _resolve_doubt(self, silence: DeadlineExceeded | BoardLost, failure: AbortReason | None) -> Outcome:
+        """Rank 0 is silent. See that it can't commit any more, ask once more, then look at the final name."""
+        reason = failure or AbortReason.of(silence, rank=self._board.rank)
+        try:
+            standing = self._vote(reason)
+            if standing is not None:
+                reason = standing
+                self._move(State.ABORT)
+            return self._learn(self._wait_end(self._deadlines.commit_s))
+        except (DeadlineExceeded, BoardLost) as error:
+            _log.warning("attempt %s: %s", self.id, error)
+        if reason.unreported:
+            return self._learn_certain(reason)
+        try:
+            if self.name and attempt_at(self._storage, self.name) == self.id:
+                self._storage.sync_dir("")
+                return self._learn(Published(self.name, self.id))
+        except StorageError as error:
+            _log.warning("attempt %s: the final name can't be read: %s", self.id, error)
+        raise self._unknown(f"rank 0 is silent: {silence}") from silence
+
+    def _learn_certain(self, reason: AbortReason) -> Aborted:
+        if self.state is not State.ABORT:
+            self._move(State.ABORT)
+        self._move(State.REMOVED)
+        return Aborted(reason)
+
+    # everyone --------------------------------------------------------------------------------------------------
+
+    def _move(self, target: State) -> None:
+        self.state = advance(self.state, target, self._actor)
+
+    def _vote(self, vote: _CommitVote | AbortReason) -> AbortReason | None:
+        """Set the outcome if it is open; the reason that stands then, None for COMMIT."""
+        standing = _VOTE.decode(self._board.compare_set(f"{self._key}/outcome", _encode(vote)))
+        if not isinstance(standing, AbortReason):
+            return None
+        try:
+            self._wake()
+        except BoardLost as error:
+            _log.warning("attempt %s: the coordinator could not be woken: %s", self.id, error)
+        return standing
+
+    def _checked(self, reason: AbortReason) -> AbortReason:
+        """``reason``, but not certain if a report is there after all: engines die between writing and telling."""
+        if not reason.unreported or not self.directory:
+            return reason
+        try:
+            if not self._storage.exists(f"{self.directory}/{report_name(self._board.rank)}"):
+                return reason
+        except StorageError as error:
+            _log.warning("attempt %s: can't see whether a report was written: %s", self.id, error)
+        return msgspec.structs.replace(reason, unreported=False)
+
+    def _wake(self) -> None:
+        """One key tells the coordinator that there is something to decide, however many ranks there are."""
+        self._board.set(f"{self._key}/wake", b"1")
+
+    def _leave(self) -> None:
+        """The last rank to leave clears the board of this attempt; nobody looks there any more."""
+        board, key = self._board, self._key
+        try:
+            if board.add(f"{key}/left") < board.world:
+                return
+            for rank in range(board.world):
+                board.delete(f"{key}/report/{rank}")
+            for name in ("begin", "reported", "wake", "outcome", "end", "left"):
+                board.delete(f"{key}/{name}")
+        except BoardLost:
+            return
+
+    def _unknown(self, why: str) -> OutcomeUnknown:
+        message = (
+            f"whether attempt {self.id} at {self._storage.root}/{self.name} was published is unknown: {why}; "
+            "training may go on, and the next start of a writing manager settles it"
+        )
+        return OutcomeUnknown(message, attempt=self.id, step=self.step)
+
+
+def _nonce(data: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(data[:NONCE_BYTES])

@@ -1,0 +1,128 @@
+"""What the entries of a root mean: published checkpoints, attempts in work, trash. Torch-free, reads only.
+
+    step-500                              published: it holds a manifest
+    .step-500.0123456789ab.incomplete     an attempt in work, or left by a crash
+    .step-500.0123456789ab.recovering     one that a recovery has taken in hand
+    .step-500.0123456789ab.replaced       what an overwriting attempt has moved out of the way
+    .step-500.0123456789ab.trash          waits for removal; never looked into again
+
+Guarantees: a name is built and taken apart here and nowhere else; nothing here changes anything.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, get_args
+
+from holdfast.errors import CheckpointCorrupt, ConfigError
+from holdfast.format.manifest import MANIFEST_NAME, Manifest, decode_manifest
+
+if TYPE_CHECKING:
+    from holdfast.storage.protocol import Storage
+
+HiddenKind = Literal["incomplete", "recovering", "replaced", "trash"]
+MAX_MANIFEST_BYTES: Final = 256 << 20
+"""A line of a manifest is some 100 bytes a rank: enough for millions."""
+
+_HIDDEN: Final = re.compile(rf"\.(.+)\.([0-9a-f]{{12}})\.({'|'.join(get_args(HiddenKind))})", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenEntry:
+    """An entry of a root that no reader looks at."""
+
+    entry: str
+    name: str
+    attempt: str
+    kind: HiddenKind
+
+
+def attempt_id() -> str:
+    """12 random hexadecimal digits: the id of a new attempt, never used again."""
+    return secrets.token_hex(6)
+
+
+def hidden_name(name: str, attempt: str, kind: HiddenKind) -> str:
+    """The entry under which ``attempt`` at publishing ``name`` keeps what is of ``kind``."""
+    return f".{name}.{attempt}.{kind}"
+
+
+def parse_hidden(entry: str) -> HiddenEntry | None:
+    """What `hidden_name` built ``entry`` from, None if it didn't."""
+    match = _HIDDEN.fullmatch(entry)
+    if match is None:
+        return None
+    name, attempt, kind = match.groups()
+    return HiddenEntry(entry, name, attempt, next(known for known in get_args(HiddenKind) if known == kind))
+
+
+def read_manifest(storage: Storage, name: str) -> Manifest | None:
+    """The manifest of what is at ``name``, None where there is none.
+
+    Raises `CheckpointCorrupt` if it can't be read as one, `ConfigError` if it was written by a newer version,
+    `StorageError` for what the system refuses.
+    """
+    path = f"{name}/{MANIFEST_NAME}"
+    if storage.size(path) is None:
+        return None
+    data = storage.read_file(path, max_bytes=MAX_MANIFEST_BYTES)
+    return decode_manifest(data, path=f"{storage.root}/{path}")
+
+
+def attempt_at(storage: Storage, name: str) -> str | None:
+    """The id of the attempt that published what is at ``name``; None where nothing readable is."""
+    try:
+        manifest = read_manifest(storage, name)
+    except (CheckpointCorrupt, ConfigError):
+        return None  # foreign, damaged or newer: in any case not what the caller compares with
+    return None if manifest is None else manifest.attempt
+
+
+def is_occupied(storage: Storage, name: str) -> bool:
+    """Whether something is at ``name`` that a rename can't take the place of: anything but an empty directory."""
+    if not storage.exists(name):
+        return False
+    return storage.size(name) is not None or bool(storage.list_dir(name))
+
+
+def published(storage: Storage, name_template: str) -> list[tuple[int, str]]:
+    """The (step, name) of everything published under ``name_template``, by step.
+
+    ``name_template`` holds one ``{step}``, with a format or without. A directory counts if it has a manifest, which
+    isn't read. Raises `StorageError`.
+    """
+    found: list[tuple[int, str]] = []
+    for entry in storage.list_dir(""):
+        step = step_of(entry, name_template)
+        if step is not None and storage.size(f"{entry}/{MANIFEST_NAME}") is not None:
+            found.append((step, entry))
+    return sorted(found)
+
+
+def step_of(name: str, name_template: str) -> int | None:
+    """The step that ``name_template`` makes ``name`` from, None if there is none."""
+    prefix, suffix = _split_template(name_template)
+    if not name.startswith(prefix) or not name.endswith(suffix) or len(name) <= len(prefix) + len(suffix):
+        return None
+    middle = name[len(prefix) : len(name) - len(suffix)].strip()
+    if not middle.isascii() or not middle.isdecimal():
+        return None
+    step = int(middle)
+    # "step-007" is not what "step-{step}" makes of 7: some other tool's, or a copy somebody made.
+    return step if name_template.format(step=step) == name else None
+
+
+def _split_template(name_template: str) -> tuple[str, str]:
+    try:
+        parts = list(string.Formatter().parse(name_template))
+    except ValueError as error:
+        raise ConfigError(f"name_template {name_template!r} is malformed: {error}", field="name_template") from error
+    fields = [index for index, (_, field, _, _) in enumerate(parts) if field is not None]
+    if [parts[index][1] for index in fields] != ["step"]:
+        raise ConfigError(f"name_template {name_template!r} must hold {{step}} once", field="name_template")
+    at = fields[0]
+    prefix = "".join(literal for literal, *_ in parts[: at + 1])
+    return prefix, "".join(literal for literal, *_ in parts[at + 1 :])
