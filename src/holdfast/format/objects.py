@@ -39,7 +39,7 @@ _VERSION: Final = b"a/version"
 _VERSION_TEXT: Final = b"3\n"
 
 
-class CapacityExceeded(ConfigError):  # noqa: N818 - says what happened, as all of holdfast.errors do
+class CapacityExceeded(ConfigError):
     """An object has outgrown its record: ``needed`` bytes, ``capacity`` there are. Never seen by users: it replans."""
 
     def __init__(self, message: str, *, needed: int, capacity: int) -> None:

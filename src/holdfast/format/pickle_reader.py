@@ -26,7 +26,7 @@ MEMBERS_LIMIT: Final = 4096
 """Most tuple members, all levels together, that a dictionary key or set element may have."""
 
 
-class Refused(ValueError):  # noqa: N818 - says what happened, as all of holdfast.errors do
+class Refused(ValueError):
     """The stream names what isn't in the vocabulary, or is damaged; the message says what."""
 
 
@@ -56,7 +56,7 @@ class Vocabulary:
 def read_pickle(data: bytes | memoryview, vocabulary: Vocabulary) -> Any:
     """The value that a pickle stands for; bytes behind its STOP are ignored. Raises `Refused`."""
     try:
-        return _Reader(memoryview(data), vocabulary).run()
+        return _Reader(data if type(data) is bytes else bytes(data), vocabulary).run()
     except Refused:
         raise
     except (IndexError, KeyError, struct.error) as error:
@@ -78,7 +78,7 @@ class _Reader:
 
     __slots__ = ("data", "memo", "outer", "position", "stack", "vocabulary")
 
-    def __init__(self, data: memoryview, vocabulary: Vocabulary) -> None:
+    def __init__(self, data: bytes, vocabulary: Vocabulary) -> None:
         self.data = data
         self.position = 0
         self.stack: list[Any] = []
@@ -88,22 +88,38 @@ class _Reader:
         self.vocabulary = vocabulary
 
     def run(self) -> Any:
-        data, table = self.data, _OPCODES
+        data, memo, table = self.data, self.memo, _OPCODES
+        stack, at = self.stack, 0
         while True:
-            opcode = data[self.position]
-            self.position += 1
-            if opcode == _STOP:
-                if len(self.stack) != 1 or self.outer:
+            opcode = data[at]
+            # The four that make up half of a pickle of many small objects are worth not calling for.
+            if opcode == _BINGET:
+                stack.append(memo[data[at + 1]])
+                at += 2
+            elif opcode == _LONG_BINGET:
+                stack.append(memo[_U32(data, at + 1)[0]])
+                at += 5
+            elif opcode == _BINPUT:
+                memo[data[at + 1]] = stack[-1]
+                at += 2
+            elif opcode == _MEMOIZE:
+                memo[len(memo)] = stack[-1]
+                at += 1
+            elif opcode == _STOP:
+                if len(stack) != 1 or self.outer:
                     raise Refused("it ends in the middle of a value")
-                return self.stack[0]
-            step = table[opcode]
-            if step is None:
-                raise Refused(f"opcode 0x{opcode:02x} at byte {self.position - 1:,} isn't one that state needs")
-            step(self)
+                return stack[0]
+            else:
+                step = table[opcode]
+                if step is None:
+                    raise Refused(f"opcode 0x{opcode:02x} at byte {at:,} isn't one that state needs")
+                self.position = at + 1
+                step(self)
+                stack, at = self.stack, self.position
 
     # bytes of the stream ---------------------------------------------------------------------------------------
 
-    def take(self, nbytes: int) -> memoryview:
+    def take(self, nbytes: int) -> bytes:
         start = self.position
         end = start + nbytes
         if nbytes < 0 or end > len(self.data):
@@ -111,7 +127,7 @@ class _Reader:
         self.position = end
         return self.data[start:end]
 
-    def count(self, unpack: Callable[[memoryview, int], tuple[Any, ...]], nbytes: int) -> Any:
+    def count(self, unpack: Callable[[bytes, int], tuple[Any, ...]], nbytes: int) -> Any:
         value = unpack(self.data, self.position)[0]
         self.position += nbytes
         return value
@@ -124,11 +140,11 @@ class _Reader:
     def line(self) -> str:
         start = self.position
         # Names are short: a search that would run over a whole damaged file is refused instead.
-        newline = bytes(self.data[start : start + 512]).find(b"\n")
+        newline = self.data.find(b"\n", start, start + 512)
         if newline < 0:
             raise Refused(f"the name at byte {start:,} has no end")
-        self.position = start + newline + 1
-        return str(self.data[start : start + newline], "utf-8")
+        self.position = newline + 1
+        return str(self.data[start:newline], "utf-8")
 
     # the stack -------------------------------------------------------------------------------------------------
 
@@ -170,21 +186,21 @@ def _literal(value: Any) -> Callable[[_Reader], None]:
     return lambda reader: reader.stack.append(value)
 
 
-def _integer(unpack: Callable[[memoryview, int], tuple[Any, ...]], nbytes: int) -> Callable[[_Reader], None]:
+def _integer(unpack: Callable[[bytes, int], tuple[Any, ...]], nbytes: int) -> Callable[[_Reader], None]:
     def step(reader: _Reader) -> None:
         reader.stack.append(reader.count(unpack, nbytes))
 
     return step
 
 
-def _long(unpack: Callable[[memoryview, int], tuple[Any, ...]], nbytes: int) -> Callable[[_Reader], None]:
+def _long(unpack: Callable[[bytes, int], tuple[Any, ...]], nbytes: int) -> Callable[[_Reader], None]:
     def step(reader: _Reader) -> None:
         reader.stack.append(int.from_bytes(reader.take(reader.count(unpack, nbytes)), "little", signed=True))
 
     return step
 
 
-def _string(unpack: Callable[[memoryview, int], tuple[Any, ...]], nbytes: int) -> Callable[[_Reader], None]:
+def _string(unpack: Callable[[bytes, int], tuple[Any, ...]], nbytes: int) -> Callable[[_Reader], None]:
     def step(reader: _Reader) -> None:
         reader.stack.append(str(reader.take(reader.count(unpack, nbytes)), "utf-8", "surrogatepass"))
 
@@ -192,7 +208,7 @@ def _string(unpack: Callable[[memoryview, int], tuple[Any, ...]], nbytes: int) -
 
 
 def _blob(
-    unpack: Callable[[memoryview, int], tuple[Any, ...]], nbytes: int, kind: type[bytes | bytearray]
+    unpack: Callable[[bytes, int], tuple[Any, ...]], nbytes: int, kind: type[bytes | bytearray]
 ) -> Callable[[_Reader], None]:
     def step(reader: _Reader) -> None:
         reader.stack.append(kind(reader.take(reader.count(unpack, nbytes))))
@@ -239,8 +255,15 @@ def _appends(reader: _Reader) -> None:
 def _set_items(target: Any, items: list[Any]) -> None:
     if not isinstance(target, dict) or len(items) % 2:
         raise Refused(f"it sets items of a {type(target).__name__}")
-    for key, value in zip(items[::2], items[1::2], strict=True):
-        target[check_key(key)] = value
+    keys, values = items[::2], items[1::2]
+    if tuple in map(type, keys):
+        for key in keys:
+            check_key(key)
+    if type(target) is dict:
+        target.update(zip(keys, values, strict=True))
+    else:  # a Counter's update() adds
+        for key, value in zip(keys, values, strict=True):
+            target[key] = value
 
 
 def _setitem(reader: _Reader) -> None:
@@ -266,22 +289,8 @@ def _frozenset(reader: _Reader) -> None:
     reader.stack.append(frozenset(map(check_key, items)))
 
 
-def _get(unpack: Callable[[memoryview, int], tuple[Any, ...]], nbytes: int) -> Callable[[_Reader], None]:
-    def step(reader: _Reader) -> None:
-        reader.stack.append(reader.memo[reader.count(unpack, nbytes)])
-
-    return step
-
-
-def _put(unpack: Callable[[memoryview, int], tuple[Any, ...]], nbytes: int) -> Callable[[_Reader], None]:
-    def step(reader: _Reader) -> None:
-        reader.memo[reader.count(unpack, nbytes)] = reader.stack[-1]
-
-    return step
-
-
-def _memoize(reader: _Reader) -> None:
-    reader.memo[len(reader.memo)] = reader.stack[-1]
+def _long_put(reader: _Reader) -> None:
+    reader.memo[reader.count(_U32, 4)] = reader.stack[-1]
 
 
 def _global(reader: _Reader) -> None:
@@ -328,23 +337,19 @@ def _frame(reader: _Reader) -> None:
     reader.take(8)
 
 
-def _u8(data: memoryview, position: int) -> tuple[int]:
+def _u8(data: bytes, position: int) -> tuple[int]:
     return (data[position],)
 
 
-def _new_list(reader: _Reader) -> None:
-    reader.stack.append([])
-
-
-def _new_dict(reader: _Reader) -> None:
-    reader.stack.append({})
-
-
-def _new_set(reader: _Reader) -> None:
-    reader.stack.append(set())
+def _new(kind: type[list[Any] | dict[Any, Any] | set[Any]]) -> Callable[[_Reader], None]:
+    return lambda reader: reader.stack.append(kind())
 
 
 _STOP: Final = pickle.STOP[0]
+_BINGET: Final = pickle.BINGET[0]
+_LONG_BINGET: Final = pickle.LONG_BINGET[0]
+_BINPUT: Final = pickle.BINPUT[0]
+_MEMOIZE: Final = pickle.MEMOIZE[0]
 _SEQUENCES: Final = (list, deque)
 
 _STEPS: Final[dict[bytes, Callable[[_Reader], None]]] = {
@@ -371,23 +376,19 @@ _STEPS: Final[dict[bytes, Callable[[_Reader], None]]] = {
     pickle.TUPLE2: _small_tuple(2),
     pickle.TUPLE3: _small_tuple(3),
     pickle.TUPLE: _tuple,
-    pickle.EMPTY_LIST: _new_list,
+    pickle.EMPTY_LIST: _new(list),
     pickle.APPEND: _append,
     pickle.APPENDS: _appends,
-    pickle.EMPTY_DICT: _new_dict,
+    pickle.EMPTY_DICT: _new(dict),
     pickle.SETITEM: _setitem,
     pickle.SETITEMS: _setitems,
-    pickle.EMPTY_SET: _new_set,
+    pickle.EMPTY_SET: _new(set),
     pickle.ADDITEMS: _additems,
     pickle.FROZENSET: _frozenset,
     pickle.MARK: _mark,
     pickle.POP: _pop,
     pickle.POP_MARK: _pop_mark,
-    pickle.BINGET: _get(_u8, 1),
-    pickle.LONG_BINGET: _get(_U32, 4),
-    pickle.BINPUT: _put(_u8, 1),
-    pickle.LONG_BINPUT: _put(_U32, 4),
-    pickle.MEMOIZE: _memoize,
+    pickle.LONG_BINPUT: _long_put,
     pickle.GLOBAL: _global,
     pickle.STACK_GLOBAL: _stack_global,
     pickle.REDUCE: _reduce,
@@ -395,6 +396,7 @@ _STEPS: Final[dict[bytes, Callable[[_Reader], None]]] = {
     pickle.BUILD: _build,
     pickle.BINPERSID: _persistent,
 }
-"""An object is made by its maker whether the stream calls the class (REDUCE) or its ``__new__`` (NEWOBJ)."""
+"""All but those that `_Reader.run` does itself. An object is made by its maker whether the stream calls the class
+(REDUCE) or its ``__new__`` (NEWOBJ)."""
 
 _OPCODES: Final[tuple[Callable[[_Reader], None] | None, ...]] = tuple(_STEPS.get(bytes((n,))) for n in range(256))

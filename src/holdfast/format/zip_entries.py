@@ -43,7 +43,7 @@ _PADDING_ID: Final = 0x4246  # "FB": the id torch itself pads with
 _DOS_DATE: Final = 0x0021  # 1980-01-01: a record's bytes must not depend on the clock
 
 
-class MalformedRecord(ValueError):  # noqa: N818 - says what happened, as all of holdfast.errors do
+class MalformedRecord(ValueError):
     """A record isn't a zip of stored entries, or claims something that isn't in it; the message says what."""
 
 
