@@ -183,3 +183,91 @@ def memory_format_encoding_type() -> Any:
     from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
     return _MEM_FORMAT_ENCODING
+
+
+# copying -------------------------------------------------------------------------------------------------------
+#
+# `Tensor._version` and `torch._foreach_copy_` are private by name only: autograd's documentation and the optimizers
+# lean on them. If the counter goes, staging loses its race detection and must fall back on samples; if the foreach
+# copy goes, a loop over `Tensor.copy_` does the same and holds the GIL between tensors.
+
+SAME_SIZE_INT: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""An integer dtype of the same element size, for moving bits that have no copy kernel of their own."""
+
+_ORDINARY: Final = frozenset(
+    {
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    }
+)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The counter that every in-place write to ``tensor`` bumps; of the outer tensor, as a DTensor's local has none."""
+    return 0 if tensor.is_inference() else int(tensor._version)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor that holds this rank's part: a DTensor's local one, the tensor itself otherwise."""
+    return wait_for_collective(dtensor_local(tensor)) if is_dtensor(tensor) else wait_for_collective(tensor)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` as one every kernel takes: itself, or for fp8 and the like its bits as integers of the same size."""
+    if tensor.dtype in _ORDINARY or tensor.is_conj() or tensor.is_neg():
+        return tensor
+    return tensor.view(SAME_SIZE_INT[tensor.element_size()])
+
+
+def copy_(target: torch.Tensor, source: torch.Tensor) -> None:
+    """``target.copy_(source)`` for every dtype: bit for bit where the dtypes are equal, converted otherwise."""
+    if target.dtype == source.dtype:
+        target, source = bits(target), bits(source)
+    target.copy_(source)
+
+
+def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor], *, non_blocking: bool = False) -> None:
+    """Copy each source into its target, in one call that doesn't take the GIL between tensors."""
+    torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+
+
+def clone(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy of the value, for every dtype."""
+    out = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    copy_(out, tensor.detach())
+    return out
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory as one-dimensional uint8."""
+    flat = tensor.detach().reshape(-1)
+    return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
+
+
+def untraced(function: Any) -> Any:
+    """Keep ``torch.compile`` from tracing into ``function``: it is run as it is, between compiled regions."""
+    return torch.compiler.disable(function)
+
+
+# stores --------------------------------------------------------------------------------------------------------
+
+
+def store_of(process_group: Any) -> Any:
+    """The Store a process group was made with, which is its own key space.
+
+    Private since torch has no public way from a group to its store. If this moves, look for what
+    `torch.distributed.distributed_c10d.new_group` keeps beside the backend.
+    """
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._world.pg_map[process_group][1]

@@ -144,18 +144,21 @@ class Attempt:
         deadlines: Deadlines,
         plan: AttemptPlan | None = None,
         prewritten: Mapping[str, bytes] | None = None,
+        step: int | None = None,
         host: str = "",
     ) -> Attempt:
         """Begin an attempt; every rank calls it with the same ``key``, new for each attempt on this board.
 
         Rank 0 passes ``plan`` and ``prewritten``, the files known beforehand (names without ``/``), which are durable
         with the attempt directory when this returns there. Other ranks wait for that, at most ``deadlines.begin_s``,
-        and make sure that they see the same directory. ``clock`` is monotonic, in seconds; ``host`` is for messages.
+        and make sure that they see the same directory. ``clock`` is monotonic, in seconds; ``step`` and ``host`` are for
+        the messages of a rank that hears nothing from rank 0.
 
         Raises what `AbortReason.error` gives, the same on every rank that could not begin: `CheckpointExists`,
         `ConfigError` (the root isn't shared), or `SaveFailed` with its cause.
         """
         attempt = cls(storage, board, clock, key, deadlines, host)
+        attempt.step = step
         if attempt._actor is Actor.COORDINATOR:
             assert plan is not None
             assert plan.world == board.world
@@ -373,18 +376,19 @@ class Attempt:
             if isinstance(note, _Begun):
                 self.id, self.name, self.step, self.directory = note.attempt, note.name, note.step, note.directory
                 self._check_shared(note)
-        except HoldfastError as error:
-            # Without having begun this rank will never report, so its failure is certain.
-            reason = AbortReason.of(error, rank=self._board.rank, unreported=True)
-            self._persist_by = self._clock()
-            outcome = self.settle(unreported=reason)
-            assert isinstance(outcome, Aborted)
-            raise outcome.reason.error(step=self.step) from None
-        if isinstance(note, AbortReason):
+                return
+            reason = note
             self._move(State.ABORT)
             self._move(State.REMOVED)
             self._leave()
-            raise note.error(step=self.step)
+        except HoldfastError as error:
+            # Without having begun this rank will never report, so its failure is certain. It may come of another's:
+            # an attempt that was given up at once is gone when this rank looks for it.
+            self._persist_by = self._clock()
+            outcome = self.settle(unreported=AbortReason.of(error, rank=self._board.rank, unreported=True))
+            assert isinstance(outcome, Aborted)
+            reason = outcome.reason
+        raise reason.error(step=self.step)
 
     def _check_shared(self, note: _Begun) -> None:
         path = f"{note.directory}/{PLAN_NAME}"

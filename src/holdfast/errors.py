@@ -28,7 +28,8 @@ from typing import Any
 def _rebuild(cls: type[HoldfastError], message: str, fields: dict[str, Any], cause: BaseException | None) -> HoldfastError:
     error = cls.__new__(cls)
     Exception.__init__(error, message)
-    error.__dict__.update(fields)
+    for name, value in fields.items():
+        setattr(error, name, value)
     error.__cause__ = cause
     return error
 
@@ -38,7 +39,10 @@ class HoldfastError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         cause = self.__cause__
-        return _rebuild, (type(self), str(self), dict(self.__dict__), cause)
+        fields = dict(self.__dict__)
+        if isinstance(self, OSError):
+            fields["errno"] = self.errno  # a slot of OSError, so not in __dict__
+        return _rebuild, (type(self), str(self), fields, cause)
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else type(self).__name__

@@ -54,7 +54,8 @@ class Collected(msgspec.Struct, frozen=True, eq=False):
     tensors: tuple[TensorEntry, ...]
     objects: tuple[ObjectEntry, ...]
     unchanged: bool
-    """Names, order, shapes, dtypes and placements are those of the tree's previous `Collected`."""
+    """Names, order, shapes, dtypes and placements are those of the tree's previous `Collected`; values and the tensor
+    objects themselves may be others."""
     fingerprint: int
     """Equal for two collections of one tree exactly when everything between them was ``unchanged``."""
 

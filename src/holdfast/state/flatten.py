@@ -87,12 +87,12 @@ def flatten_exactly(path: Path, value: Any, leaf: Leaf) -> None:
         leaf(path, value)
 
 
-def rebuild(like: Any, leaves: Mapping[Path, Any]) -> Any:
+def rebuild(like: Any, leaves: Mapping[Path, Any], *, guessed: bool = False) -> Any:
     """The nested value whose leaves are ``leaves``, by paths relative to it.
 
     ``like`` is a present value of the same kind, or None: where the paths leave it open, it says what a container is
     (a `Counter`, a list) and what its keys were before they became strings. Its own leaves are not taken over, only
-    containers of it that hold none.
+    containers of it that hold none. With ``guessed`` paths, names cut at dots, it also says what is a list.
     """
     if () in leaves:
         bare = leaves[()]
@@ -105,36 +105,33 @@ def rebuild(like: Any, leaves: Mapping[Path, Any]) -> Any:
             note = list(value)
         elif path:
             branches.setdefault(path[0], {})[path[1:]] = value
-    if branches and all(_is_index(item, like) for item in branches):
-        return _rebuild_list(like, {int(item): branch for item, branch in branches.items()})
-    return _rebuild_mapping(like, branches, note)
+    maybe_list = guessed and isinstance(like, list)
+    if branches and all(type(item) is int or (maybe_list and item.isdigit()) for item in branches):
+        return _rebuild_list(like, {int(item): branch for item, branch in branches.items()}, guessed=guessed)
+    return _rebuild_mapping(like, branches, note, guessed=guessed)
 
 
-def _is_index(item: object, like: Any) -> bool:
-    return type(item) is int or (isinstance(like, list) and isinstance(item, str) and item.isdigit())
-
-
-def _rebuild_list(like: Any, branches: Mapping[int, Mapping[Path, Any]]) -> list[Any]:
+def _rebuild_list(like: Any, branches: Mapping[int, Mapping[Path, Any]], *, guessed: bool) -> list[Any]:
     present = like if isinstance(like, list) else []
     result: list[Any] = [None] * (max(branches) + 1)
     for index, branch in branches.items():
-        result[index] = rebuild(present[index] if index < len(present) else None, branch)
+        result[index] = rebuild(present[index] if index < len(present) else None, branch, guessed=guessed)
     return result
 
 
-def _rebuild_mapping(like: Any, branches: Mapping[Any, Mapping[Path, Any]], note: list[Any]) -> Any:
+def _rebuild_mapping(like: Any, branches: Mapping[Any, Mapping[Path, Any]], note: list[Any], *, guessed: bool) -> Any:
     present = like if isinstance(like, Mapping) else {}
     keys = {str(key): key for key in [*present, *note]}
     result = _empty_like(like)
     for key, value in present.items():
         if str(key) in branches:
-            result[key] = rebuild(value, branches[str(key)])
+            result[key] = rebuild(value, branches[str(key)], guessed=guessed)
         elif holds_nothing(value):
             result[key] = copy.copy(value)
     for item, branch in branches.items():
         key = keys.get(str(item), item)
         if key not in result:
-            result[key] = rebuild(None, branch)
+            result[key] = rebuild(None, branch, guessed=guessed)
     return result
 
 

@@ -95,8 +95,8 @@ def optimizer_names(key: str, fqns: Sequence[str], stored: StoredNames) -> Optim
         numbered = {fqn: str(index) for index, fqn in enumerate(fqns)}
         if any(stored.any_below(state + number) for number in numbered.values()):
             labels = numbered
-    numbered_groups = any(stored.any_below(f"{groups}{index}") for index in range(max(1, len(fqns))))
-    by_parameter = not numbered_groups and any(stored.any_below(groups + fqn) for fqn in fqns)
+    # Only numbered groups list their members; "param_groups.0.weight.lr" alone may be parameter 0.weight's.
+    by_parameter = f"{groups}0.params" not in stored and any(stored.any_below(groups + fqn) for fqn in fqns)
     return OptimizerNames(state, groups, labels, by_parameter)
 
 

@@ -220,7 +220,9 @@ class LoadBuilder:
             present_leaf = by_text.get(joined(path))
             keep = in_place or not isinstance(present_leaf, torch.Tensor)
             wanted[path] = self.value(name, present_leaf if keep else None)
-        return lambda objects: rebuild(like, {path: value(objects) for path, value in wanted.items()})
+        return lambda objects: rebuild(
+            like, {path: value(objects) for path, value in wanted.items()}, guessed=not self._paths
+        )
 
     # values that are each rank's own -------------------------------------------------------------------------
 

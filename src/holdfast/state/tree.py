@@ -92,6 +92,7 @@ class StateTree:
         self._signature: tuple[Any, ...] | None = None
         self._static: tuple[TensorEntry, ...] = ()
         self._static_order: tuple[Path, ...] = ()
+        self._described: list[tuple[Any, ...]] | None = None
         self._fingerprint = 0
 
     # collecting ----------------------------------------------------------------------------------------------
@@ -101,20 +102,21 @@ class StateTree:
 
         Raises `ConfigError`, naming the key, for what can't be stored and for names given twice.
         """
-        parts, static_unchanged = self._refresh()
-        if not static_unchanged:
+        parts, stands = self._refresh()
+        if not stands:
             self._static = tuple(
                 entry for part in parts if isinstance(part, ModuleSource | OptimizerSource) for entry in part.tensors
             )
+            # Other tensors needn't mean another structure: a parameter may have been replaced by one just like it.
+            described = list(map(_describe, self._static))
+            stands = described == self._described
+            self._described = described
         sink = _Sink()
         for part in parts:
             _emit_values(part, sink)
         tensors = self._static + tuple(sink.tensors) if sink.tensors else self._static
-        signature = (
-            [_describe(entry) for entry in sink.tensors],
-            [entry.name for entry in sink.objects],
-        )
-        unchanged = static_unchanged and signature == self._signature
+        signature = (list(map(_describe, sink.tensors)), [entry.name for entry in sink.objects])
+        unchanged = stands and signature == self._signature
         if not unchanged:
             _check_names(tensors, sink.objects)
             self._fingerprint += 1

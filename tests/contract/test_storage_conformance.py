@@ -1,0 +1,127 @@
+"""Both storages keep the contract; what only the local one has is checked beside it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+
+import pytest
+
+from holdfast.errors import ConfigError, StorageError
+from holdfast.storage.local import LocalStorage, create_root
+from holdfast.testing.memory_storage import MemoryStorage
+from holdfast.testing.storage_conformance import CHECKS
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("kind", ["local", "memory"])
+def test_contract(check, kind, tmp_path):
+    check(LocalStorage(tmp_path) if kind == "local" else MemoryStorage())
+
+
+def test_create_root_makes_ancestors(tmp_path):
+    root = create_root(tmp_path / "a" / "b" / "c")
+    assert root == str(tmp_path / "a" / "b" / "c")
+    assert os.path.isdir(root)
+    assert create_root(root) == root
+
+
+def test_create_root_syncs_every_new_ancestor(tmp_path, monkeypatch):
+    from holdfast.storage import local
+
+    synced = []
+    monkeypatch.setattr(local, "_sync", synced.append)
+    create_root(tmp_path / "a" / "b")
+    assert synced == [str(tmp_path), str(tmp_path / "a")]
+
+
+@pytest.mark.parametrize("below", ["", "x/y"])
+def test_create_root_refuses_a_file(tmp_path, below):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="not a directory"):
+        create_root(tmp_path / "file" / below)
+
+
+def test_create_root_refuses_a_dangling_link(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="not a directory"):
+        create_root(tmp_path / "link" / "a")
+
+
+@pytest.mark.parametrize("name", ["..", "a/../b", "/etc", "a//b", "."])
+def test_names_stay_below_the_root(tmp_path, name):
+    with pytest.raises(AssertionError):
+        LocalStorage(tmp_path).exists(name)
+
+
+def test_links_are_not_followed(tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("x")
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "link").symlink_to(outside)
+    (root / "to_file").symlink_to(outside / "precious")
+    storage = LocalStorage(root)
+    storage.remove_tree("link")
+    assert (outside / "precious").exists()
+    assert not storage.exists("link")
+    assert storage.size("to_file") is None
+    with pytest.raises(StorageError):
+        storage.write_file("to_file", b"y")
+    assert (outside / "precious").read_text() == "x"
+
+
+def test_errors_say_what_to_do(tmp_path, monkeypatch):
+    storage = LocalStorage(tmp_path)
+
+    def full(*_args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(StorageError, match=r"ENOSPC.*free space") as caught:
+        storage.write_file("a", b"1")
+    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.path == str(tmp_path / "a")
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_write_file_goes_on_after_a_short_write(tmp_path, monkeypatch):
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[:3]))
+    LocalStorage(tmp_path).write_file("a", b"0123456789")
+    monkeypatch.undo()
+    assert (tmp_path / "a").read_bytes() == b"0123456789"
+
+
+def test_no_descriptor_is_left_behind(tmp_path):
+    storage = LocalStorage(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    storage.write_file("a", b"1")
+    for act in (lambda: storage.write_file("a", b""), lambda: storage.read_file("a", max_bytes=0)):
+        with pytest.raises(StorageError):
+            act()
+    storage.sync_dir("")
+    storage.read_range("a", 0, 1)
+    os.close(storage.open_dir(""))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_storage_errors_survive_pickling(tmp_path):
+    with pytest.raises(StorageError) as caught:
+        LocalStorage(tmp_path).read_file("a", max_bytes=1)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (again.path, again.errno, str(again)) == (caught.value.path, errno.ENOENT, str(caught.value))
+
+
+def test_memory_storage_loses_what_was_not_synced():
+    storage = MemoryStorage()
+    storage.make_dir("d")
+    storage.write_file("d/a", b"1")
+    storage.sync_dir("d")
+    storage.write_file("d/b", b"2")
+    storage.rename("d", "e")
+    storage.lose_unsynced(lambda _pending: 0)
+    assert storage.list_dir("") == ["d"]
+    assert storage.list_dir("d") == ["a"]

@@ -1,0 +1,468 @@
+"""One attempt on one rank or several: who learns what, whatever fails."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import threading
+import time
+
+import pytest
+from _protocol import (
+    BRIEF,
+    METADATA,
+    QUICK,
+    Killed,
+    Stoppable,
+    error_of,
+    file_name,
+    make_plan,
+    payload,
+    persist,
+    run_ranks,
+    save,
+    save_on_ranks,
+)
+
+from holdfast.commit import Aborted, AbortReason, Attempt, Deadlines, Published
+from holdfast.coordination import BoardLost, LocalBoard
+from holdfast.errors import (
+    CheckpointExists,
+    ConfigError,
+    DeadlineExceeded,
+    EngineDied,
+    OutcomeUnknown,
+    SaveFailed,
+    StateChangedWhileStaging,
+    StorageError,
+)
+from holdfast.format.manifest import report_name
+from holdfast.root import read_manifest
+from holdfast.storage.local import LocalStorage
+from holdfast.testing.memory_storage import MemoryStorage
+from holdfast.transitions import TRANSITIONS, Actor, IllegalTransition, State, advance
+
+
+def refused(code=errno.ENOSPC, path="/disk/file"):
+    return StorageError(f"can't write {path}: it is full (ENOSPC)", path=path, errno=code)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_save_is_published_whole(tmp_path, world):
+    storage = LocalStorage(tmp_path)
+    boards = LocalBoard.of_world(world)
+    plan = make_plan(7, world)
+    outcomes = save_on_ranks([storage] * world, 7, boards=boards, plan=plan)
+    assert outcomes == [Published("step-7", plan.attempt)] * world
+    assert storage.list_dir("") == ["step-7"]
+    expected = [".metadata", "holdfast.json", *(name(rank) for rank in range(world) for name in (file_name, report_name))]
+    assert storage.list_dir("step-7") == sorted(expected)
+    manifest = read_manifest(storage, "step-7")
+    assert [report.rank for report in manifest.reports] == list(range(world))
+    assert (manifest.attempt, manifest.step) == (plan.attempt, 7)
+    assert storage.read_file("step-7/.metadata", max_bytes=100) == METADATA
+    for rank in range(world):
+        data = payload(7, rank)
+        assert storage.read_file(f"step-7/{file_name(rank)}", max_bytes=len(data)) == data
+    assert boards[0].keys() == [], "the board is clean"
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_failing_rank_fails_all_with_its_cause(failing):
+    storage = MemoryStorage()
+    boards = LocalBoard.of_world(3)
+    plan = make_plan(7, 3)
+
+    def fail():
+        raise refused()
+
+    outcomes = run_ranks(
+        lambda rank: save(storage, boards[rank], 7, plan=plan, fail=fail if rank == failing else None), 3
+    )
+    assert storage.list_dir("") == []
+    assert boards[0].keys() == []
+    for error in [error_of(outcome, 7) for outcome in outcomes]:
+        assert isinstance(error, SaveFailed)
+        assert (error.step, error.rank, error.path, error.errno) == (7, failing, "/disk/file", errno.ENOSPC)
+        assert str(refused()) in str(error)
+        assert isinstance(error.__cause__, StorageError)
+        assert (error.__cause__.errno, error.__cause__.path) == (errno.ENOSPC, "/disk/file")
+
+
+def test_two_failing_ranks_agree_on_one_cause():
+    storage = MemoryStorage()
+    boards = LocalBoard.of_world(3)
+    plan = make_plan(7, 3)
+
+    def fail(rank):
+        raise refused(path=f"/disk/{rank}")
+
+    outcomes = run_ranks(lambda rank: save(storage, boards[rank], 7, plan=plan, fail=lambda: fail(rank)), 3)
+    assert len({str(error_of(outcome, 7)) for outcome in outcomes}) == 1
+
+
+def test_an_occupied_name_is_refused_before_anything_is_made():
+    storage = MemoryStorage()
+    assert save(storage, LocalBoard(), 7, plan=make_plan(7, 1))
+    before = storage.read_file("step-7/holdfast.json", max_bytes=1 << 20)
+    results = save_on_ranks([storage] * 2, 7)
+    assert [type(result) for result in results] == [CheckpointExists] * 2
+    assert results[0].path == results[1].path == "/memory/step-7"
+    assert storage.list_dir("") == ["step-7"]
+    assert storage.read_file("step-7/holdfast.json", max_bytes=1 << 20) == before
+
+
+def test_an_empty_directory_is_no_obstacle(tmp_path):
+    (tmp_path / "step-7").mkdir()
+    storage = LocalStorage(tmp_path)
+    assert isinstance(save(storage, LocalBoard(), 7, plan=make_plan(7, 1)), Published)
+
+
+def test_a_file_is_an_obstacle(tmp_path):
+    (tmp_path / "step-7").write_text("precious")
+    with pytest.raises(CheckpointExists):
+        save(LocalStorage(tmp_path), LocalBoard(), 7, plan=make_plan(7, 1))
+    assert (tmp_path / "step-7").read_text() == "precious"
+
+
+def test_a_name_taken_meanwhile_fails_the_save():
+    storage = MemoryStorage()
+
+    def take():
+        storage.make_dir("step-7")
+        storage.write_file("step-7/precious", b"x")
+
+    outcome = save(storage, LocalBoard(), 7, plan=make_plan(7, 1), before_publish=take)
+    assert isinstance(outcome.reason.error(step=7), CheckpointExists)
+    assert storage.list_dir("") == ["step-7"]
+    assert storage.list_dir("step-7") == ["precious"]
+
+
+def test_overwrite_replaces_the_whole_directory():
+    storage = MemoryStorage()
+    save(storage, LocalBoard(), 7, plan=make_plan(7, 1))
+    plan = make_plan(8, 2, overwrite=True, name="step-7")
+    outcomes = save_on_ranks([storage] * 2, 8, plan=plan)
+    assert outcomes == [Published("step-7", plan.attempt)] * 2
+    assert storage.list_dir("") == ["step-7"]
+    assert read_manifest(storage, "step-7").step == 8
+    assert report_name(1) in storage.list_dir("step-7")
+
+
+def test_a_callback_before_publishing_votes():
+    storage = MemoryStorage()
+
+    def veto():
+        raise ValueError("not good enough")
+
+    outcome = save(storage, LocalBoard(), 7, plan=make_plan(7, 1), before_publish=veto)
+    assert outcome.reason.message == "ValueError: not good enough"
+    assert storage.list_dir("") == []
+
+
+def test_a_root_that_is_not_shared_is_named():
+    storages = [MemoryStorage("/disk"), MemoryStorage("/disk")]
+    results = save_on_ranks(storages, 7)
+    assert isinstance(results[1], ConfigError)
+    assert "host1:/disk" in str(results[1])
+    assert "host0:/disk" in str(results[1])
+    assert str(error_of(results[0], 7)) == str(results[1])
+    assert storages[0].list_dir("") == []
+
+
+def test_a_directory_with_a_foreign_plan_is_not_ours():
+    one, other = MemoryStorage("/disk"), MemoryStorage("/disk")
+    plan = make_plan(7, 2)
+    other.make_dir(f".step-7.{plan.attempt}.incomplete")
+    other.write_file(f".step-7.{plan.attempt}.incomplete/.plan", b"something else")
+    results = save_on_ranks([one, other], 7, plan=plan)
+    assert isinstance(results[1], ConfigError)
+
+
+def test_reports_that_do_not_cover_the_plan_are_not_committed():
+    storage = MemoryStorage()
+    plan = make_plan(7, 1)
+    short = type(plan)(
+        plan.attempt, plan.name, plan.step, 1, (((file_name(0), 5_000_000),),), plan.manifest, plan.overwrite
+    )
+    outcome = save(storage, LocalBoard(), 7, plan=short)
+    assert "planned were 5000000" in outcome.reason.message
+    assert storage.list_dir("") == []
+
+
+def begin(storage, boards, rank, plan, deadlines):
+    return Attempt.begin(
+        storage=storage,
+        board=boards[rank],
+        clock=time.monotonic,
+        key="a",
+        deadlines=deadlines,
+        plan=plan if rank == 0 else None,
+    )
+
+
+def test_a_rank_that_never_reports_is_named_when_the_deadline_passes():
+    storage = MemoryStorage()
+    boards = LocalBoard.of_world(3)
+    deadlines = Deadlines(begin_s=2.0, persist_s=0.1, commit_s=2.0)
+
+    def run(rank):
+        if rank == 2:
+            begin(storage, boards, rank, None, deadlines)
+            return None
+        return save(storage, boards[rank], 7, plan=make_plan(7, 3), deadlines=deadlines)
+
+    first, second, _ = run_ranks(run, 3)
+    assert first == second, (first, second)
+    assert isinstance(first.reason.cause(), DeadlineExceeded)
+    assert "rank(s) 2 of 3" in first.reason.message
+    assert storage.list_dir("") == []
+
+
+def test_a_coordinator_that_never_begins_is_a_certain_failure():
+    boards = LocalBoard.of_world(2)
+    began = time.monotonic()
+    with pytest.raises(SaveFailed, match="rank 0 to begin") as caught:
+        begin(MemoryStorage(), boards, 1, None, BRIEF)
+    assert isinstance(caught.value.__cause__, DeadlineExceeded)
+    assert time.monotonic() - began < BRIEF.begin_s + 2 * BRIEF.commit_s + 1
+
+
+def test_a_silent_coordinator_after_reports_is_in_doubt():
+    storage = MemoryStorage()
+    boards = LocalBoard.of_world(2)
+    plan = make_plan(7, 2)
+
+    def run(rank):
+        if rank == 0:
+            return begin(storage, boards, 0, plan, BRIEF)
+        return save(storage, boards[1], 7, deadlines=BRIEF)
+
+    _, result = run_ranks(run, 2)
+    assert isinstance(result, OutcomeUnknown)
+    assert (result.attempt, result.step) == (plan.attempt, 7)
+
+
+def test_a_silent_coordinator_is_no_doubt_for_a_rank_that_did_not_report():
+    storage = MemoryStorage()
+    boards = LocalBoard.of_world(2)
+
+    def run(rank):
+        if rank == 0:
+            return begin(storage, boards, 0, make_plan(7, 2), BRIEF)
+
+        def fail():
+            raise EngineDied("the engine is gone", rank=1, exitcode=-9)
+
+        return save(storage, boards[1], 7, deadlines=BRIEF, fail=fail)
+
+    _, result = run_ranks(run, 2)
+    assert isinstance(result, Aborted)
+    cause = result.reason.cause()
+    assert isinstance(cause, EngineDied)
+    assert (cause.rank, cause.exitcode) == (1, -9)
+
+
+def test_a_report_written_by_a_dying_engine_leaves_the_failure_in_doubt():
+    storage = MemoryStorage()
+    boards = LocalBoard.of_world(2)
+
+    def run(rank):
+        attempt = begin(storage, boards, rank, make_plan(7, 2) if rank == 0 else None, BRIEF)
+        if rank == 0:
+            return attempt
+        storage.write_file(f"{attempt.directory}/{report_name(1)}", b"whole")
+        return attempt.settle(unreported=AbortReason.of(EngineDied("gone"), rank=1, unreported=True))
+
+    _, result = run_ranks(run, 2)
+    assert isinstance(result, OutcomeUnknown)
+
+
+def test_a_rank_in_doubt_finds_the_final_name():
+    storage = MemoryStorage()
+    boards = LocalBoard.of_world(2)
+    plan = make_plan(7, 2)
+
+    class Mute:
+        """The coordinator's board, which loses the announcement."""
+
+        def __init__(self, board):
+            self.board, self.rank, self.world = board, board.rank, board.world
+
+        def __getattr__(self, name):
+            return getattr(self.board, name)
+
+        def set(self, key, value):
+            if key.endswith("/end"):
+                raise BoardLost("the Store is gone")
+            self.board.set(key, value)
+
+    def run(rank):
+        return save(storage, Mute(boards[0]) if rank == 0 else boards[1], 7, plan=plan, deadlines=BRIEF)
+
+    assert run_ranks(run, 2) == [Published("step-7", plan.attempt)] * 2
+
+
+def test_an_abort_that_cannot_be_made_durable_is_unknown_on_every_rank():
+    memory = MemoryStorage()
+    broken = threading.Event()
+
+    def refuse(name, *args):
+        if broken.is_set() and name == "rename":
+            raise refused(errno.EIO)
+
+    def veto():
+        broken.set()
+        raise ValueError("no")
+
+    storages = [Stoppable(memory, refuse=refuse), memory]
+    results = save_on_ranks(storages, 7, before_publish=veto)
+    assert [type(result) for result in results] == [OutcomeUnknown] * 2
+
+
+def test_a_disk_that_refuses_everything_is_a_certain_failure():
+    memory = MemoryStorage()
+    broken = threading.Event()
+
+    def refuse(name, *args):
+        if broken.is_set() and name in {"rename", "write_file", "sync_dir"}:
+            raise refused(errno.EROFS)
+
+    def fail():
+        broken.set()
+        raise refused(errno.EROFS)
+
+    storages = [Stoppable(memory, refuse=refuse), memory]
+    boards = LocalBoard.of_world(2)
+    plan = make_plan(7, 2)
+    results = run_ranks(
+        lambda rank: save(storages[rank], boards[rank], 7, plan=plan, fail=fail if rank == 0 else None), 2
+    )
+    assert [error_of(result, 7).errno for result in results] == [errno.EROFS] * 2
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_refusal_ends_alike_on_every_rank(world):
+    """The storage refuses the coordinator's operation k: all ranks fail for it, or all succeed; nobody is misled."""
+    for k in itertools.count(1):
+        memory = MemoryStorage()
+        calls = itertools.count(1)
+
+        def refuse(name, *args, calls=calls, k=k):
+            if next(calls) == k:
+                raise refused()
+
+        first = Stoppable(memory, refuse=refuse)
+        results = save_on_ranks([first, *[memory] * (world - 1)], 7)
+        kinds = {type(result) for result in results}
+        is_visible = read_manifest(memory, "step-7") is not None
+        if OutcomeUnknown in kinds:
+            assert kinds == {OutcomeUnknown}
+        elif Published in kinds:
+            assert kinds == {Published}
+            assert is_visible
+        else:
+            assert not is_visible, results
+            messages = {str(error_of(result, 7)) for result in results}
+            assert len(messages) == 1, messages
+        if first.done < k:
+            break
+    assert k > 15
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_killed_coordinator_misleads_nobody(after):
+    """Rank 0 dies at its operation k; the others succeed only if the checkpoint is there."""
+    for k in itertools.count(1):
+        memory = MemoryStorage()
+        first = Stoppable(memory, k, after=after)
+        results = save_on_ranks([first, memory], 7, deadlines=BRIEF)
+        if isinstance(results[1], Published):
+            assert read_manifest(memory, "step-7") is not None
+        else:
+            assert isinstance(results[1], (OutcomeUnknown, SaveFailed, Aborted)), results
+        if not first.dead:
+            break
+        assert isinstance(results[0], Killed)
+    assert results[0] == results[1]
+
+
+def test_a_lost_board_is_an_outcome():
+    boards = LocalBoard.of_world(2)
+    memory = MemoryStorage()
+    begun = threading.Barrier(2, timeout=10)
+
+    def run(rank):
+        attempt = begin(memory, boards, rank, make_plan(7, 2) if rank == 0 else None, QUICK)
+        begun.wait()
+        if rank == 1:
+            boards[1].close()
+        return attempt.settle(unreported=AbortReason.of(refused(), rank=rank, unreported=True))
+
+    first, second = run_ranks(run, 2)
+    assert isinstance(first, Aborted)
+    assert isinstance(second, Aborted)
+    assert memory.list_dir("") != []  # the trash, for the engine to remove
+
+
+def test_aborted_tells_early():
+    boards = LocalBoard.of_world(2)
+    memory = MemoryStorage()
+
+    def run(rank):
+        attempt = begin(memory, boards, rank, make_plan(7, 2) if rank == 0 else None, QUICK)
+        if rank == 1:
+            return attempt.settle(unreported=AbortReason.of(refused(), rank=1, unreported=True))
+        while attempt.aborted() is None:
+            time.sleep(0.001)
+        return attempt.settle(unreported=AbortReason.of(SaveFailed("told", step=7, rank=0), rank=0, unreported=True))
+
+    first, second = run_ranks(run, 2)
+    assert first == second
+    assert first.reason.rank == 1
+
+
+def test_errors_travel_whole():
+    error = StateChangedWhileStaging("model.w was written to", tensor="model.w", step=7)
+    reason = AbortReason.of(error, rank=3)
+    again = reason.error(step=7)
+    assert isinstance(again, StateChangedWhileStaging)
+    assert (again.tensor, again.step, str(again)) == ("model.w", 7, str(error))
+    foreign = AbortReason.of(MemoryError("none left"), rank=3).error(step=7)
+    assert isinstance(foreign, SaveFailed)
+    assert "MemoryError: none left" in str(foreign)
+    assert "step 7" in str(foreign)
+    assert "rank 3" in str(foreign)
+
+
+def test_the_table_is_the_protocol():
+    assert {(edge.source.name, edge.target.name) for edge in TRANSITIONS} == {
+        ("BEGIN", "PERSISTING"),
+        ("PERSISTING", "REPORTED"),
+        ("REPORTED", "COMMIT"),
+        ("COMMIT", "PUBLISHED"),
+        ("BEGIN", "ABORT"),
+        ("PERSISTING", "ABORT"),
+        ("REPORTED", "ABORT"),
+        ("COMMIT", "ABORT"),
+        ("ABORT", "REMOVED"),
+    }
+    assert all(edge.deadline in Deadlines.__slots__ for edge in TRANSITIONS)
+    for state, actor in itertools.product(State, Actor):
+        for target in (State.BEGIN, state):
+            with pytest.raises(IllegalTransition):
+                advance(state, target, actor)
+    for state in State:
+        with pytest.raises(IllegalTransition):
+            advance(State.PUBLISHED, state, Actor.COORDINATOR)
+    with pytest.raises(IllegalTransition):
+        advance(State.COMMIT, State.ABORT, Actor.FOLLOWER)
+
+
+def test_reporting_twice_is_a_defect():
+    memory, board = MemoryStorage(), LocalBoard()
+    attempt = begin(memory, [board], 0, make_plan(7, 1), QUICK)
+    line = persist(memory, attempt.directory, attempt.id, 7, 0, 1)
+    attempt.report(line)
+    with pytest.raises(IllegalTransition):
+        attempt.report(line)
