@@ -47,7 +47,7 @@ class Event:
     rank: int | None = None
     attempt: str | None = None
     path: str | None = None
-    fields: Mapping[str, Any] = _NOTHING
+    fields: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,247 @@
+"""How the ranks of a group agree, per save, on step and structure, without the training thread knowing.
+
+Every rank casts one `Ballot` a save: its step, where it saves to, and the digest of its structure. The coordinator
+compares them and posts one `Verdict`:
+
+    same      nothing has changed since the plan in use was made: go on with it
+    replan    digests differ from those of the plan in use: everyone plans anew from the structures named
+    skip      a rank has no capture free and its configuration says to skip
+    refused   a rank can't take part, or ranks disagree on step or path: the same refusal for everyone
+
+Structures travel only in a replan, and each distinct one once, however many ranks share it. In the steady state a
+save costs each rank one write and one read of a few bytes.
+
+Guarantees: every rank of the group gets the same verdict, or `DeadlineExceeded` naming what was missing. Runs on the
+stager thread with a board client of its own.
+Does not: make plans (``plan.write``), or decide about publication (``commit``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from holdfast.errors import DeadlineExceeded
+from holdfast.outcome import AbortReason
+from holdfast.plan.structure import Structure, decode_structure
+
+if TYPE_CHECKING:
+    from holdfast.coordination import Board
+
+
+class Ballot(msgspec.Struct, frozen=True):
+    step: int | None
+    target: str
+    digest: str
+    busy: bool = False
+    replan: bool = False
+    """This rank has no plan to go on with, though its structure may be the agreed one."""
+    refusal: AbortReason | None = None
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    kind: Literal["same", "replan", "skip", "refused"]
+    digests: tuple[str, ...] = ()
+    """Distinct digests, in the order of the first rank that has each."""
+    of_rank: tuple[int, ...] = ()
+    """For each rank the index of its digest in ``digests``."""
+    refusal: AbortReason | None = None
+
+    def rank_digests(self) -> list[str]:
+        return [self.digests[index] for index in self.of_rank]
+
+
+def arrive(board: Board, key: str) -> None:
+    """Say that this rank has arrived at ``key``; the last one to rings the bell that is waited for."""
+    if board.add(f"{key}/arrived") == board.world:
+        board.set(f"{key}/all", b"")
+
+
+def wait_all_arrived(board: Board, key: str, *, timeout_s: float, waiting_for: str) -> None:
+    """Return when every rank has called `arrive`: one key to wait for, however many ranks there are."""
+    board.get(f"{key}/all", timeout_s=timeout_s, waiting_for=waiting_for)
+
+
+def forget_arrivals(board: Board, key: str) -> None:
+    """Delete the keys of `arrive`; for the one rank that knows that nobody waits any more."""
+    board.delete(f"{key}/arrived")
+    board.delete(f"{key}/all")
+
+
+@dataclass(slots=True)
+class Agreement:
+    """The agreements of one session, save after save; one per rank, used by one thread.
+
+    ``board`` is this thread's own client.
+    """
+
+    board: Board
+    _number: int = 0
+    _posted: set[str] = field(default_factory=set)
+    _agreed: tuple[str, ...] | None = None
+    _structure_keys: list[str] = field(default_factory=list)
+
+    def cast(self, ballot: Ballot, encoded_structure: bytes) -> None:
+        """Post this rank's ballot for the next save; doesn't wait."""
+        board, number = self.board, self._number
+        if ballot.digest and ballot.digest not in self._posted:
+            # The first rank to claim a digest posts the structure; for the others it is only a number.
+            if board.add(f"structure/{ballot.digest}/claims") == 1:
+                board.set(f"structure/{ballot.digest}", encoded_structure)
+            self._posted.add(ballot.digest)
+        board.set(f"ballot/{number}/{board.rank}", msgspec.msgpack.encode(ballot))
+        arrive(board, f"ballot/{number}")
+
+    def wait_verdict(self, *, timeout_s: float) -> Verdict:
+        """The verdict on the ballots cast, once all have been; raises `DeadlineExceeded` naming the ranks missing."""
+        board, number = self.board, self._number
+        self._number += 1
+        if board.rank == 0:
+            verdict = self._judge(number, timeout_s)
+            board.set(f"verdict/{number}", msgspec.msgpack.encode(verdict))
+            self._sweep(number - 1)
+        else:
+            data = board.get(
+                f"verdict/{number}", timeout_s=timeout_s, waiting_for="the coordinator's verdict on the plan"
+            )
+            verdict = msgspec.msgpack.decode(data, type=Verdict)
+        if verdict.kind == "replan":
+            self._agreed = tuple(verdict.rank_digests())
+        return verdict
+
+    def wait_structures(self, verdict: Verdict, *, timeout_s: float) -> dict[str, Structure]:
+        """The structures a replan needs, by digest."""
+        found = self.board.gather(
+            [f"structure/{digest}" for digest in verdict.digests],
+            timeout_s=timeout_s,
+            waiting_for="the structures of ranks whose state changed",
+        )
+        return {digest: decode_structure(data) for digest, data in zip(verdict.digests, found, strict=True)}
+
+    def _judge(self, number: int, timeout_s: float) -> Verdict:
+        board = self.board
+        try:
+            wait_all_arrived(board, f"ballot/{number}", timeout_s=timeout_s, waiting_for="every rank's ballot")
+        except DeadlineExceeded as late:
+            missing = [rank for rank in range(board.world) if board.try_get(f"ballot/{number}/{rank}") is None]
+            shown = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
+            message = (
+                f"after {timeout_s:g} s rank(s) {shown} of {board.world} had not called this save; every rank of the "
+                "group must call it, in the same order"
+            )
+            error = DeadlineExceeded(message, waited_for=f"rank(s) {shown}", timeout_s=timeout_s)
+            error.__cause__ = late
+            return Verdict("refused", refusal=AbortReason.of(error, rank=0))
+        data = board.gather(
+            [f"ballot/{number}/{rank}" for rank in range(board.world)], timeout_s=timeout_s, waiting_for="ballots"
+        )
+        return judge([msgspec.msgpack.decode(item, type=Ballot) for item in data], self._agreed)
+
+    def _sweep(self, number: int) -> None:
+        """Delete the keys of a save that every rank has left behind: all have cast their next ballot."""
+        if number < 0:
+            return
+        for rank in range(self.board.world):
+            self.board.delete(f"ballot/{number}/{rank}")
+        forget_arrivals(self.board, f"ballot/{number}")
+        self.board.delete(f"verdict/{number}")
+
+
+def judge(ballots: Sequence[Ballot], agreed: tuple[str, ...] | None) -> Verdict:
+    """The verdict on one save's ballots, in rank order; ``agreed`` are the digests of the plan in use. Pure."""
+    for ballot in ballots:
+        if ballot.refusal is not None:
+            return Verdict("refused", refusal=ballot.refusal)
+    first = ballots[0]
+    for rank, ballot in enumerate(ballots):
+        if (ballot.step, ballot.target) != (first.step, first.target):
+            message = (
+                f"ranks disagree on what to save: rank 0 said step {first.step} to {first.target}, "
+                f"rank {rank} said step {ballot.step} to {ballot.target}; call save with equal arguments on every rank"
+            )
+            return Verdict("refused", refusal=AbortReason(rank, "ConfigError", message, fields={"field": None}))
+    if any(ballot.busy for ballot in ballots):
+        return Verdict("skip")
+    digests = tuple(ballot.digest for ballot in ballots)
+    if digests == agreed and not any(ballot.replan for ballot in ballots):
+        return Verdict("same")
+    distinct = tuple(dict.fromkeys(digests))
+    place = {digest: index for index, digest in enumerate(distinct)}
+    return Verdict("replan", digests=distinct, of_rank=tuple(place[digest] for digest in digests))
+
+
+class _Vote(msgspec.Struct, frozen=True):
+    """One rank's, or all ranks', view of a load."""
+
+    reason: AbortReason | None = None
+    unexpected: tuple[str, ...] = ()
+
+
+class Votes:
+    """Votes on the training thread of a load: everyone is fine, or everyone gets the first rank's error.
+
+    Every rank calls the same methods in the same order.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._number = 0
+
+    def share(self, value: bytes | None, error: BaseException | None, *, timeout_s: float) -> bytes:
+        """The coordinator's ``value`` on every rank, or its error; other ranks pass None for both."""
+        board, key = self._board, self._next_key()
+        if board.rank == 0:
+            refusal = None if error is None else AbortReason.of(error, rank=0)
+            board.set(key, msgspec.msgpack.encode((refusal, value or b"")))
+            if error is not None:
+                raise error
+            return value or b""
+        data = board.get(key, timeout_s=timeout_s, waiting_for="the coordinator's choice of a checkpoint")
+        refusal, shared = msgspec.msgpack.decode(data, type=tuple[AbortReason | None, bytes])
+        if refusal is not None:
+            raise refusal.cause()
+        return shared
+
+    def settle(
+        self, error: BaseException | None = None, *, unexpected: Collection[str] = (), timeout_s: float
+    ) -> tuple[str, ...]:
+        """Return if no rank has an error; else raise this rank's own, or the first other rank's.
+
+        Returns the names that are in ``unexpected`` on every rank: with pipeline stages, what one rank doesn't know
+        belongs to another.
+        """
+        board, key = self._board, self._next_key()
+        mine = _Vote(None if error is None else AbortReason.of(error, rank=board.rank), tuple(unexpected))
+        board.set(f"{key}/{board.rank}", msgspec.msgpack.encode(mine))
+        arrive(board, key)
+        if board.rank == 0:
+            verdict = self._count(key, timeout_s)
+            board.set(f"{key}/verdict", msgspec.msgpack.encode(verdict))
+        else:
+            data = board.get(f"{key}/verdict", timeout_s=timeout_s, waiting_for="the verdict of all ranks on the load")
+            verdict = msgspec.msgpack.decode(data, type=_Vote)
+        if error is not None:
+            raise error
+        if verdict.reason is not None:
+            raise verdict.reason.cause()
+        return verdict.unexpected
+
+    def _count(self, key: str, timeout_s: float) -> _Vote:
+        board = self._board
+        try:
+            wait_all_arrived(board, key, timeout_s=timeout_s, waiting_for="every rank's verdict on the load")
+            keys = [f"{key}/{rank}" for rank in range(board.world)]
+            data = board.gather(keys, timeout_s=timeout_s, waiting_for="verdicts on the load")
+        except DeadlineExceeded as late:
+            return _Vote(AbortReason.of(late, rank=0))
+        votes = [msgspec.msgpack.decode(item, type=_Vote) for item in data]
+        first = next((vote.reason for vote in votes if vote.reason is not None), None)
+        common = set(votes[0].unexpected).intersection(*(vote.unexpected for vote in votes[1:]))
+        return _Vote(first, tuple(sorted(common)))
+
+    def _next_key(self) -> str:
+        self._number += 1
+        return f"vote/{self._number}"

@@ -1,0 +1,173 @@
+"""One capture: the state of one step on one rank, on its way into file images.
+
+`Capture` is a snapshot with where it is going and how far it has come. `CapturePool` bounds how many there are and
+owns their buffers: made for the plan in use, reused for ever, replaced when the plan changes.
+
+Guarantees: a capture's slot is given back exactly once, whatever happened to it; buffers of an old plan are freed as
+soon as no capture uses them.
+Does not copy (``staging``), talk to other ranks (``agreement``) or persist (``engine``).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from holdfast.errors import DeadlineExceeded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from holdfast.handle import SaveHandle
+    from holdfast.plan.write import RankPlan
+    from holdfast.snapshot import Snapshot
+    from holdfast.staging.layout import CaptureBuffer
+    from holdfast.staging.stager import Staging
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """What one call of save asked for. ``name`` is the directory it will be published as."""
+
+    step: int | None
+    name: str
+    metrics: dict[str, float]
+    resumable: bool
+    overwrite: bool
+    eager: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DeliveryPlan:
+    """A save plan as one rank carries it out: made once, used until the structure changes.
+
+    digest: of this rank's structure. metadata: the rendered ``.metadata``, and planned: each rank's data files with
+    their sizes; both empty except on the coordinator, which alone needs them.
+    """
+
+    digest: str
+    rank_plan: RankPlan
+    metadata: bytes
+    planned: tuple[tuple[tuple[str, int], ...], ...]
+
+
+@dataclass(slots=True, eq=False)
+class Capture:
+    """One save of one rank between `save` and the end of its handle."""
+
+    request: SaveRequest
+    handle: SaveHandle
+    snapshot: Snapshot
+    staging: Staging
+    plan: DeliveryPlan | None = None
+    buffer: CaptureBuffer | None = None
+    """Both None until the ranks have a plan that fits."""
+    agreed: threading.Event = field(default_factory=threading.Event)
+    """The ranks agree on the plan the copies are made for, or there will be none."""
+    staged: threading.Event = field(default_factory=threading.Event)
+    """Agreed, and copies complete, or there will be none: the state may be changed."""
+    error: BaseException | None = None
+    skipped: bool = False
+    _changed: str | None = None
+    passed: threading.Event = field(default_factory=threading.Event)
+    """`verify` has been called."""
+    _verify_lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def give_up(self, error: BaseException | None) -> None:
+        """End staging without a capture (an error, or None for skipped); whoever waits for it goes on."""
+        if error is None:
+            self.skipped = True
+        elif self.error is None:
+            self.error = error
+        self.staging.abandon()
+        self.agreed.set()
+        self.staged.set()
+
+    def verify(self) -> str | None:
+        """The host or device tensor that changed since the capture, or None; looked at once and kept.
+
+        On the training thread when it is about to change the state, or elsewhere after the grace of
+        ``staging.stager``. Copies from the host must be complete; those from a device are compared by
+        `Staging.changed_device_sample` when they are.
+        """
+        with self._verify_lock:
+            if not self.passed.is_set() and self.error is None and not self.skipped:
+                self._changed = self.staging.moved_version() or self.staging.changed_sample()
+            self.passed.set()
+            return self._changed
+
+    @property
+    def is_verified(self) -> bool:
+        return self.passed.is_set()
+
+
+class CapturePool:
+    """At most ``in_flight`` captures, and a buffer for each. Thread-safe.
+
+    ``retire`` is called with every buffer that is no longer of use, after its last capture.
+    """
+
+    def __init__(self, in_flight: int, *, retire: Callable[[CaptureBuffer], None]) -> None:
+        self._in_flight = in_flight
+        self._retire = retire
+        self._condition = threading.Condition()
+        self._used = 0
+        self._plan: RankPlan | None = None
+        self._idle: list[CaptureBuffer] = []
+
+    def take_slot(self, *, wait: bool, timeout_s: float) -> bool:
+        """Claim the right to one more capture; False if there is none now and ``wait`` is False."""
+        deadline = time.monotonic() + timeout_s
+        with self._condition:
+            while self._used >= self._in_flight:
+                left = deadline - time.monotonic()
+                if not wait:
+                    return False
+                if left <= 0:
+                    raise DeadlineExceeded(
+                        f"all {self._in_flight} captures stayed in use for {timeout_s:g} s: storage is slower than the "
+                        "saving interval; save less often, raise the timeouts, or set when_busy='skip'",
+                        waited_for="a free capture",
+                        timeout_s=timeout_s,
+                    )
+                self._condition.wait(left)
+            self._used += 1
+            return True
+
+    def give_slot_back(self, buffer: CaptureBuffer | None) -> None:
+        """End a capture: its buffer, if it had one, is free for the next."""
+        with self._condition:
+            self._used -= 1
+            keep = buffer is not None and buffer.plan is self._plan
+            if keep and buffer is not None:
+                self._idle.append(buffer)
+            self._condition.notify_all()
+        if buffer is not None and not keep:
+            self._retire(buffer)
+
+    def take_buffer(self) -> CaptureBuffer | None:
+        """An idle buffer of the plan in use, or None."""
+        with self._condition:
+            return self._idle.pop() if self._idle else None
+
+    def add_idle(self, buffer: CaptureBuffer) -> None:
+        """Keep a buffer that was made ahead."""
+        with self._condition:
+            if buffer.plan is self._plan:
+                self._idle.append(buffer)
+                return
+        self._retire(buffer)
+
+    def use_plan(self, plan: RankPlan | None) -> None:
+        """Make buffers of ``plan`` the ones to keep, and retire the idle ones of any other."""
+        with self._condition:
+            old, self._idle, self._plan = self._idle, [], plan
+        for buffer in old:
+            self._retire(buffer)
+
+    @property
+    def idle_buffers(self) -> int:
+        with self._condition:
+            return len(self._idle)

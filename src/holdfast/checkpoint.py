@@ -1,0 +1,235 @@
+"""A published checkpoint, read-only: what it holds, any part of it, and whether every byte is right.
+
+`Checkpoint` is what saves return and `holdfast.open` gives. Opening decodes the manifest only; reports are decoded
+when something of theirs is asked for. Directories written by stock ``dcp.save`` open too (see ``format.foreign``):
+they have no checksums, so `verify` can say only that nothing is missing.
+
+Guarantees: never writes, locks or recovers; no process group needed; whatever is returned was verified.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from holdfast.boxes import Box, whole
+from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, HoldfastError, StorageError
+from holdfast.format.objects import load_object
+from holdfast.plan.read import Want, plan_reads
+from holdfast.reading import Destination, read_into
+from holdfast.source import Source, open_source
+from holdfast.state.entries import torch_dtype
+from holdfast.storage.reading import FileSet
+
+if TYPE_CHECKING:
+    from holdfast.format.manifest import Manifest
+
+Index = tuple[slice | int, ...] | slice | int
+
+VERIFY_SPAN_BYTES: Final = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One stored tensor: global ``shape``, ``dtype``, ``nbytes`` of the whole, and the boxes it is stored in."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    shards: tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong: ``path`` of the file, the tensor where known, the byte range where known."""
+
+    path: str
+    tensor: str | None
+    byte_range: tuple[int, int] | None
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What `Checkpoint.verify` found. ``checksummed`` is False for a foreign checkpoint, which has none."""
+
+    ok: bool
+    files: int
+    nbytes: int
+    checksummed: bool
+    problems: tuple[Problem, ...]
+
+
+class Checkpoint:
+    """One published checkpoint. Cheap to make; safe to share between threads."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint step={self.step} path={self.path!r}>"
+
+    @property
+    def path(self) -> str:
+        """Its directory."""
+        return self._source.directory
+
+    @property
+    def step(self) -> int | None:
+        """The step it was saved at; None where none was given."""
+        return self._source.step
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """What was committed; None for a directory that Holdfast did not write."""
+        return self._source.manifest
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics given with the save."""
+        return {} if self.manifest is None else dict(self.manifest.metrics)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every stored tensor by name."""
+        return {
+            name: TensorInfo(
+                tensor.shape,
+                torch_dtype(tensor.dtype),
+                whole(tensor.shape).volume * tensor.itemsize,
+                tuple(shard.box for shard in tensor.shards),
+            )
+            for name, tensor in sorted(self._source.tensors.items())
+        }
+
+    @cached_property
+    def objects(self) -> Mapping[str, Any]:
+        """Every stored plain object by name; read, verified and decoded when it is asked for."""
+        return _Objects(self._source)
+
+    def read(self, name: str, index: Index | None = None) -> torch.Tensor:
+        """Tensor ``name``, whole or the part that ``index`` names, verified, in new host memory.
+
+        index: slices (step 1) or integers, one for each leading dimension; only the extents that hold the part are
+        read. Raises `CheckpointNotFound` for an unknown name, `CheckpointCorrupt`, `StorageError`.
+        """
+        stored = self._source.tensors.get(name)
+        if stored is None:
+            raise CheckpointNotFound(
+                f"{self.path} has no tensor {name!r}; it has {len(self._source.tensors)}, see Checkpoint.tensors",
+                path=self.path,
+                step=self.step,
+            )
+        box, shape = _box_of(name, stored.shape, index)
+        out = torch.empty(box.sizes, dtype=torch_dtype(stored.dtype))
+        if box.volume:
+            plan = plan_reads([Want(name, box, 0, box)], {name: stored})
+            with self._source.open_files(verify=True) as files:
+                read_into(files, plan, [Destination(name, out)], self._source)
+        return out.reshape(shape)
+
+    def verify(self, progress: Callable[[int, int], object] | None = None) -> VerifyReport:
+        """Read every byte and compare it with its checksum; returns what is wrong, and raises nothing for it.
+
+        progress: called with (bytes done, bytes in all) now and then, on the calling thread.
+        """
+        problems: list[Problem] = []
+        total = sum(file.size for file in self._source.files.values())
+        done = 0
+        problems.extend(map(_problem, self._source.check_listing()))
+        with self._source.open_files(verify=True) as files:
+            for file in self._source.files.values():
+                for start in range(0, file.size, VERIFY_SPAN_BYTES):
+                    try:
+                        files.read_span(file.name, start, min(file.size, start + VERIFY_SPAN_BYTES))
+                    except (CheckpointCorrupt, StorageError) as error:
+                        problems.extend(map(_problem, _narrow(files, file.name, start, file.size, error)))
+                    done = min(total, done + VERIFY_SPAN_BYTES)
+                    if progress is not None:
+                        progress(done, total)
+                    if problems and problems[-1].byte_range is None:
+                        break  # the file can't be opened: once is enough
+        return VerifyReport(not problems, len(self._source.files), total, self._source.checksummed, tuple(problems))
+
+
+def _narrow(files: FileSet, name: str, start: int, size: int, error: HoldfastError) -> Iterator[HoldfastError]:
+    """Every bad extent of a span that was found bad, not just its first."""
+    if not isinstance(error, CheckpointCorrupt) or error.byte_range is None:
+        yield error
+        return
+    for extent in range(start, min(size, start + VERIFY_SPAN_BYTES), 1 << 20):
+        try:
+            files.read_span(name, extent, min(size, extent + (1 << 20)))
+        except (CheckpointCorrupt, StorageError) as narrowed:
+            yield narrowed
+
+
+def _problem(error: HoldfastError) -> Problem:
+    return Problem(
+        getattr(error, "path", ""), getattr(error, "tensor", None), getattr(error, "byte_range", None), str(error)
+    )
+
+
+class _Objects(Mapping[str, Any]):
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._loaded: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._loaded:
+            self._loaded[name] = read_objects(self._source, [self._source.objects[name].name])[name]
+        return self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._source.objects))
+
+    def __len__(self) -> int:
+        return len(self._source.objects)
+
+
+def read_objects(source: Source, names: Sequence[str], *, verify: bool = True) -> dict[str, Any]:
+    """The stored objects ``names``, verified and decoded."""
+    found: dict[str, Any] = {}
+    with source.open_files(verify=verify) as files:
+        for name in names:
+            place = source.objects[name]
+            record = files.read_span(place.file, place.offset, place.offset + place.nbytes)
+            found[name] = load_object(bytes(record), name=name, path=files.path_of(place.file))
+    return found
+
+
+def _box_of(name: str, shape: tuple[int, ...], index: Index | None) -> tuple[Box, tuple[int, ...]]:
+    """The box an index names, and the shape of the result (integers drop their dimension)."""
+    parts: tuple[slice | int, ...] = () if index is None else index if isinstance(index, tuple) else (index,)
+    if len(parts) > len(shape):
+        raise ConfigError(f"{name} has {len(shape)} dimensions; the index has {len(parts)}", field="index")
+    offsets, sizes, result = [], [], []
+    for dim, size in enumerate(shape):
+        part = parts[dim] if dim < len(parts) else slice(None)
+        if isinstance(part, slice):
+            start, stop, step = part.indices(size)
+            if step != 1:
+                raise ConfigError(f"{name}: only slices of step 1 can be read, not {part}", field="index")
+            offsets.append(start)
+            sizes.append(max(0, stop - start))
+            result.append(sizes[-1])
+        else:
+            at = part + size if part < 0 else part
+            if not 0 <= at < size:
+                raise ConfigError(f"{name}: index {part} is outside dimension {dim} of size {size}", field="index")
+            offsets.append(at)
+            sizes.append(1)
+    return Box(tuple(offsets), tuple(sizes)), tuple(result)
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open the checkpoint at ``path``, or the newest one of a manager's root; read-only, no process group needed.
+
+    Raises `CheckpointNotFound`, `CheckpointCorrupt`, `StorageError`.
+    """
+    return Checkpoint(open_source(os.fspath(path)))

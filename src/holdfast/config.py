@@ -1,0 +1,159 @@
+"""What a user may set, checked when it is set.
+
+`CheckpointConfig` is the one place where knobs and their defaults live; everything below takes them as required
+arguments. A value out of range is a `ConfigError` that names the field, raised on construction: nothing starts with
+a configuration that can't work.
+"""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from holdfast.dtypes import ITEMSIZE
+from holdfast.errors import ConfigError
+from holdfast.retention import Keep
+
+if TYPE_CHECKING:
+    import torch
+
+Mode = Literal["async", "sync"]
+StagingMode = Literal["lazy", "eager"]
+WhenBusy = Literal["wait", "skip"]
+OnError = Literal["raise", "raise_now", "warn"]
+OnCorrupt = Literal["fallback", "raise"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """How a `CheckpointManager` saves, keeps and loads.
+
+    Cadence
+        every: save when ``step % every == 0``; steps, >= 1, or None for never by interval.
+        first_step: also save at the first step the manager sees.
+        keep: which published steps stay, see `Keep`; None keeps all.
+    Saving
+        mode: ``"async"`` returns at once; ``"sync"`` returns when published.
+        staging: ``"lazy"`` copies during the next forward and backward; ``"eager"`` before `save` returns.
+        in_flight: captures that may exist at a time, each with its own file images; 1 to 4.
+        when_busy: with all of them in use, ``"wait"`` for one (counted as stall) or ``"skip"`` this save.
+        on_error: a failed save is raised at the next call (``"raise"``), by a wait for the outcome in the call that
+            started it (``"raise_now"``), or only logged and warned of (``"warn"``).
+        last_model_only: `save(final=True)` keeps the modules only; such a checkpoint is never resumed from.
+        last_dtype: and converts their floating-point tensors to this dtype; a `torch.dtype`, its name, or None.
+    Loading
+        load_only: never write, lock or recover.
+        load_step: `restore()` loads this step; None or -1 for the newest.
+        load_model_only: restore the modules only.
+        exclude_from_loading: top-level names of the state that `restore` leaves alone.
+        initial_load_path: a checkpoint to start from where the root has none yet; its modules only are loaded.
+        on_corrupt: ``"fallback"`` to the next older verified step, or ``"raise"``.
+    Names
+        name_template: directory of one step; has exactly one field, ``{step}``.
+    Limits
+        stage_timeout, persist_timeout, commit_timeout: seconds, > 0: until copies are complete and ranks agree; until
+            every rank's bytes are durable; until published.
+        writers: engine threads a rank that write and hash; 1 to 16.
+        io_limit_bytes_per_s: what one rank's engine may write a second; >= 1 MiB, or None for no limit.
+        nice: scheduling priority of the engine; 0 to 19.
+        save_on_signal: reserved for saving on preemption signals; must be empty in this release.
+    """
+
+    every: int | None = 500
+    keep: Keep | None = field(default_factory=lambda: Keep(last=3))
+    mode: Mode = "async"
+    staging: StagingMode = "lazy"
+    first_step: bool = False
+    last_model_only: bool = False
+    last_dtype: torch.dtype | str | None = None
+    load_model_only: bool = False
+    exclude_from_loading: tuple[str, ...] = ()
+    initial_load_path: str | None = None
+    load_step: int | None = None
+    load_only: bool = False
+    name_template: str = "step-{step}"
+    in_flight: int = 2
+    when_busy: WhenBusy = "wait"
+    on_error: OnError = "raise"
+    on_corrupt: OnCorrupt = "fallback"
+    save_on_signal: tuple[Any, ...] = ()
+    stage_timeout: float = 600.0
+    persist_timeout: float = 1800.0
+    commit_timeout: float = 600.0
+    writers: int = 2
+    io_limit_bytes_per_s: int | None = None
+    nice: int = 10
+
+    def __post_init__(self) -> None:
+        _check_int("every", self.every, low=1, optional=True)
+        _check_int("in_flight", self.in_flight, low=1, high=4)
+        _check_int("writers", self.writers, low=1, high=16)
+        _check_int("nice", self.nice, low=0, high=19)
+        _check_int("io_limit_bytes_per_s", self.io_limit_bytes_per_s, low=1 << 20, optional=True)
+        _check_int("load_step", self.load_step, low=-1, optional=True)
+        for name in ("stage_timeout", "persist_timeout", "commit_timeout"):
+            _check_seconds(name, getattr(self, name))
+        for name in ("first_step", "last_model_only", "load_model_only", "load_only"):
+            if not isinstance(getattr(self, name), bool):
+                raise _bad(name, getattr(self, name), "True or False")
+        for name, kind in (
+            ("mode", Mode),
+            ("staging", StagingMode),
+            ("when_busy", WhenBusy),
+            ("on_error", OnError),
+            ("on_corrupt", OnCorrupt),
+        ):
+            if getattr(self, name) not in get_args(kind):
+                raise _bad(name, getattr(self, name), "one of " + ", ".join(map(repr, get_args(kind))))
+        if self.keep is not None and not isinstance(self.keep, Keep):
+            raise _bad("keep", self.keep, "a holdfast.Keep or None")
+        if isinstance(self.exclude_from_loading, str):
+            raise _bad("exclude_from_loading", self.exclude_from_loading, "a collection of top-level names")
+        object.__setattr__(self, "exclude_from_loading", tuple(self.exclude_from_loading))
+        if not all(isinstance(name, str) for name in self.exclude_from_loading):
+            raise _bad("exclude_from_loading", self.exclude_from_loading, "a collection of top-level names")
+        if self.save_on_signal:
+            raise _bad("save_on_signal", self.save_on_signal, "nothing: saving on signals is not in this release")
+        _check_template(self.name_template)
+        object.__setattr__(self, "last_dtype", _dtype_name(self.last_dtype))
+
+
+def _bad(field_name: str, found: object, expected: str) -> ConfigError:
+    return ConfigError(f"CheckpointConfig.{field_name}: expected {expected}, found {found!r}", field=field_name)
+
+
+def _check_int(name: str, value: object, *, low: int, high: int | None = None, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    fits = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
+    if not fits:
+        bounds = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+        raise _bad(name, value, bounds + (" or None" if optional else ""))
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise _bad(name, value, "a finite number of seconds > 0 (every wait has a deadline)")
+
+
+def _check_template(template: object) -> None:
+    expected = "a directory name with exactly one field {step}, such as 'step-{step}'"
+    if not isinstance(template, str):
+        raise _bad("name_template", template, expected)
+    try:
+        fields = [(name, spec) for _, name, spec, _ in string.Formatter().parse(template) if name is not None]
+        sample = template.format(step=1)
+    except (ValueError, KeyError, IndexError) as error:
+        raise _bad("name_template", template, expected) from error
+    if len(fields) != 1 or fields[0][0] != "step" or "/" in sample or sample.startswith("."):
+        raise _bad("name_template", template, expected)
+
+
+def _dtype_name(dtype: object) -> str | None:
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if name not in ITEMSIZE or not name.startswith(("float", "bfloat")):
+        raise _bad("last_dtype", dtype, "a floating-point torch.dtype, its name, or None")
+    return name

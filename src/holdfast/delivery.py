@@ -1,0 +1,258 @@
+"""A capture becomes a published checkpoint: the finalizer thread's half of a save.
+
+    begin -> engine persists -> staging verified -> report -> settle -> `Checkpoint`
+
+Guarantees: a rank that fails anywhere votes to abort with its cause, once its engine can no longer report; every
+rank ends with the same outcome. An engine that died or fell silent is replaced, so that the next save finds one.
+Runs on one thread per session, attempts one after the other, with a board client of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy
+import torch
+
+from holdfast import events
+from holdfast._version import __version__
+from holdfast.capture import Capture, DeliveryPlan
+from holdfast.checkpoint import Checkpoint
+from holdfast.commit import Attempt, Deadlines
+from holdfast.engine.messages import FileRow
+from holdfast.errors import DeadlineExceeded, HoldfastError, StateChangedWhileStaging
+from holdfast.format.manifest import (
+    METADATA_NAME,
+    AttemptPlan,
+    Manifest,
+    ManifestFile,
+    ManifestReport,
+    encode_index,
+    report_name,
+)
+from holdfast.format.sealed import xxh3_128
+from holdfast.outcome import Aborted, AbortReason
+from holdfast.plan.index import index_of
+from holdfast.root import attempt_id
+from holdfast.source import open_holdfast
+from holdfast.staging.stager import VERIFY_GRACE_S
+from holdfast.storage.lease import lease_name
+
+if TYPE_CHECKING:
+    from holdfast.config import CheckpointConfig
+    from holdfast.engine.client import EngineClient
+    from holdfast.engine.messages import Reported
+    from holdfast.group import Group
+    from holdfast.staging.layout import CaptureBuffer
+    from holdfast.storage.local import LocalStorage
+
+MANIFEST_FORMAT: Final = 1
+ABORT_LOOK_S: Final = 1.0
+"""How often a rank that waits for its engine looks whether another rank has given up."""
+
+
+class Delivery:
+    """Delivers captures of one session, one after the other, on the finalizer thread."""
+
+    def __init__(self, storage: LocalStorage, group: Group, engine: EngineClient, config: CheckpointConfig) -> None:
+        self._storage = storage
+        self._group = group
+        self._board = group.board.clone()
+        self._engine = engine
+        self._deadlines = Deadlines(
+            begin_s=config.commit_timeout, persist_s=config.persist_timeout, commit_s=config.commit_timeout
+        )
+        self._number = 0
+        self._engine_plan: tuple[DeliveryPlan, int] | None = None
+
+    def close(self) -> None:
+        self._board.close()
+
+    def deliver(self, capture: Capture) -> Checkpoint:
+        """Publish ``capture`` and return the checkpoint; else raise what every rank raises."""
+        self._number += 1
+        attempt = self._begin(capture)
+        handle = capture.handle
+        handle.attempt = attempt.id
+        unreported: AbortReason | None = None
+        try:
+            report = self._persist(capture, attempt)
+        except BaseException as error:  # noqa: BLE001 - becomes this rank's vote, and is raised by settle's outcome
+            self._stop_engine_work(attempt)
+            unreported = AbortReason.of(error, rank=self._group.rank, unreported=True)
+        else:
+            attempt.report(report)
+        reported = time.perf_counter()
+        outcome = attempt.settle(unreported=unreported)
+        handle.add_stats(commit_s=time.perf_counter() - reported)
+        for name in attempt.trash:
+            self.remove(name)
+        if isinstance(outcome, Aborted):
+            self._stop_engine_work(attempt)
+            raise outcome.reason.error(step=capture.request.step)
+        return Checkpoint(open_holdfast(self._storage.path(attempt.name)))
+
+    def remove(self, name: str) -> None:
+        """Have the engine remove a trashed directory of the root; doesn't wait."""
+        fd = self._storage.open_dir("")
+        try:
+            self._engine.remove(fd, name)
+        finally:
+            os.close(fd)
+
+    def forget(self, buffer: CaptureBuffer) -> None:
+        """The buffer is about to be freed: the engine must not keep its image."""
+        if buffer.engine_image is not None:
+            self._engine.drop_image(buffer.engine_image)
+            buffer.engine_image = None
+
+    def _begin(self, capture: Capture) -> Attempt:
+        plan, prewritten = None, None
+        if self._group.rank == 0:
+            plan, prewritten = self._attempt_plan(capture)
+        return Attempt.begin(
+            storage=self._storage,
+            board=self._board,
+            clock=time.monotonic,
+            key=f"attempt/{self._number}",
+            deadlines=self._deadlines,
+            plan=plan,
+            prewritten=prewritten,
+            host=socket.gethostname(),
+        )
+
+    def _attempt_plan(self, capture: Capture) -> tuple[AttemptPlan, dict[str, bytes]]:
+        request, delivery = capture.request, capture.plan
+        planned = delivery.planned if delivery is not None else tuple(() for _ in range(self._group.world))
+        metadata = delivery.metadata if delivery is not None else b""
+        attempt = attempt_id()
+        manifest = Manifest(
+            format=MANIFEST_FORMAT,
+            name=request.name,
+            attempt=attempt,
+            step=request.step,
+            world=self._group.world,
+            created=datetime.now(timezone.utc).isoformat(),
+            metrics=request.metrics,
+            resumable=request.resumable,
+            versions={"holdfast": __version__, "torch": str(torch.__version__), "numpy": numpy.__version__},
+            reports=(),
+            files=(ManifestFile(METADATA_NAME, len(metadata), xxh3_128(metadata)),),
+        )
+        plan = AttemptPlan(
+            attempt=attempt,
+            name=request.name,
+            step=request.step,
+            world=self._group.world,
+            planned=planned,
+            manifest=manifest,
+            overwrite=request.overwrite,
+        )
+        return plan, {METADATA_NAME: metadata}
+
+    def _persist(self, capture: Capture, attempt: Attempt) -> ManifestReport:
+        """From staged to reported: returns this rank's line of the manifest, its report being durable."""
+        if capture.error is not None:
+            raise capture.error
+        if capture.buffer is None or capture.plan is None:
+            raise AssertionError("a capture without error has a plan")
+        began = time.perf_counter()
+        rank = self._group.rank
+        capture.handle.advance("persisting")
+        fd = self._storage.open_dir(attempt.directory)
+        try:
+            self._engine.persist(
+                fd,
+                attempt=attempt.id,
+                plan=self._plan_in_engine(capture.plan, capture.buffer),
+                image=self._image_in_engine(capture.buffer),
+                step=capture.request.step,
+                world=self._group.world,
+                report_name=report_name(rank),
+                lease_name=lease_name(rank),
+            )
+        finally:
+            os.close(fd)
+        self._verify(capture)
+        self._engine.staging_verified(attempt.id)
+        reported = self._wait_reported(attempt)
+        capture.handle.add_stats(persist_s=time.perf_counter() - began, bytes=reported.nbytes)
+        events.count("bytes_persisted", reported.nbytes)
+        return ManifestReport(rank, report_name(rank), reported.size, reported.digest, reported.nbytes)
+
+    def _wait_reported(self, attempt: Attempt) -> Reported:
+        """The engine's report; ends early where another rank has given the attempt up."""
+        deadline = time.monotonic() + self._deadlines.persist_s
+        while True:
+            left_s = deadline - time.monotonic()
+            try:
+                return self._engine.wait_reported(attempt.id, timeout_s=min(ABORT_LOOK_S, max(0.001, left_s)))
+            except DeadlineExceeded as late:
+                if (reason := attempt.aborted()) is not None:
+                    raise reason.cause() from late
+                if left_s <= ABORT_LOOK_S:
+                    limit_s = self._deadlines.persist_s
+                    raise DeadlineExceeded(
+                        f"rank {self._group.rank}: its bytes were not durable after {limit_s:g} s; storage is slower "
+                        "than `persist_timeout` allows, or hangs",
+                        waited_for="the engine's report",
+                        timeout_s=limit_s,
+                    ) from late
+
+    def _verify(self, capture: Capture) -> None:
+        """Let the training thread compare versions; after a grace, do it here. See ``staging.stager``."""
+        copied_at = capture.staging.copied_at
+        grace_s = VERIFY_GRACE_S if copied_at is None else copied_at + VERIFY_GRACE_S - time.monotonic()
+        if not capture.is_verified and grace_s > 0:
+            capture.passed.wait(grace_s)
+        changed = capture.verify() or capture.staging.changed_device_sample()
+        if changed is not None:
+            step = capture.request.step
+            raise StateChangedWhileStaging(
+                f"step {step}, rank {self._group.rank}: {changed} was written to before its copy was complete; call "
+                "manager.before_update() (or handle.wait_staged()) before changing captured state outside an "
+                "optimizer step, or save with staging='eager'. Nothing was published",
+                tensor=changed,
+                step=step,
+            )
+
+    def _image_in_engine(self, buffer: CaptureBuffer) -> int:
+        if buffer.engine_image is None:
+            buffer.engine_image = self._engine.add_image(buffer.image.fd, buffer.image.nbytes)
+        return buffer.engine_image
+
+    def _plan_in_engine(self, plan: DeliveryPlan, buffer: CaptureBuffer) -> int:
+        if self._engine_plan is not None:
+            known, number = self._engine_plan
+            if known is plan:
+                return number
+            self._engine.drop_plan(number)
+        number = self._engine.add_plan(**write_plan(plan, buffer))
+        self._engine_plan = (plan, number)
+        return number
+
+    def _stop_engine_work(self, attempt: Attempt) -> None:
+        """Make sure that the engine writes no report for this attempt any more: it confirms, or it is replaced."""
+        try:
+            self._engine.cancel(attempt.id, timeout_s=10.0)
+        except HoldfastError:
+            self._engine.restart()
+
+
+def write_plan(plan: DeliveryPlan, buffer: CaptureBuffer) -> dict[str, Any]:
+    """The engine's `AddPlan` of a rank plan: files, payload ranges in image coordinates, and the rendered index."""
+    rank_plan, bases = plan.rank_plan, buffer.file_offsets
+    offsets = [bases[placed.file] + placed.payload_offset for placed in rank_plan.tensors]
+    sizes = [placed.nbytes for placed in rank_plan.tensors]
+    count = len(offsets)
+    return {
+        "files": tuple(FileRow(file.name, file.size, base) for file, base in zip(rank_plan.files, bases, strict=True)),
+        "tensor_offsets": struct.pack(f"<{count}Q", *offsets),
+        "tensor_sizes": struct.pack(f"<{count}Q", *sizes),
+        "index": encode_index(index_of(rank_plan)),
+    }

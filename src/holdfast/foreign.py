@@ -1,0 +1,191 @@
+"""Directories that stock DCP wrote: ``dcp.save``, torchtitan, XTuner; read as a `Source`.
+
+A stock directory is a pickled ``.metadata`` and files of ``torch.save`` records. The metadata goes through the
+allow-list unpickler of ``format.dcp``, records through ``torch.load(weights_only=True)``: nothing in them is executed.
+XTuner's older layout, ``model/`` and ``optimizer/`` side by side, is opened as one checkpoint with names under those
+keys; its newer one is a single directory ``weights/``.
+
+There are no checksums in such a directory: what a disk has garbled is found only where it breaks the format.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from holdfast import _torch_compat as compat
+from holdfast.boxes import Box
+from holdfast.errors import CheckpointCorrupt, HoldfastError
+from holdfast.format.dcp import read_metadata
+from holdfast.format.manifest import METADATA_NAME, Manifest
+from holdfast.plan.read import StoredShard, StoredTensor
+from holdfast.source import READ_THREADS, StoredObject, read_small
+from holdfast.storage.reading import Blamer, FileSet, StoredFile
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from holdfast.plan.read import ReadPlan
+    from holdfast.plan.structure import PathItem
+    from holdfast.reading import Destination
+
+METADATA_BYTES_MAX: Final = 8 << 30
+SPLIT_KEYS: Final = ("model", "optimizer")
+MERGED_DIRECTORY: Final = "weights"
+
+
+@dataclass(slots=True)
+class ForeignSource:
+    """What a stock ``.metadata`` says, as a load needs it."""
+
+    directory: str
+    step: int | None = None
+    manifest: Manifest | None = None
+    world: int | None = None
+    is_foreign: bool = True
+    checksummed: bool = False
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    objects: dict[str, StoredObject] = field(default_factory=dict)
+    paths: dict[str, tuple[PathItem, ...]] = field(default_factory=dict)
+    files: dict[str, StoredFile] = field(default_factory=dict)
+    records: dict[tuple[str, int], int] = field(default_factory=dict)
+    """Length of the record at each (file, offset)."""
+
+    def check_listing(self) -> list[HoldfastError]:
+        """Files that records need and that are not there, or too short."""
+        return [
+            CheckpointCorrupt(
+                f"{os.path.join(self.directory, name)} is missing or shorter than its records need",
+                path=os.path.join(self.directory, name),
+            )
+            for name, file in self.files.items()
+            if file.size < 0 or any(name == of and at + length > file.size for (of, at), length in self.records.items())
+        ]
+
+    def open_files(self, *, verify: bool) -> FileSet:
+        """Its files; there is nothing to verify them with."""
+        del verify
+        return FileSet(self.directory, self.files, verify=False, threads=READ_THREADS, blame=Blamer({}))
+
+    def read_foreign(self, files: FileSet, plan: ReadPlan, destinations: Sequence[Destination]) -> None:
+        """Fill ``destinations``: each record is read and decoded once, and copied to all who want of it."""
+        from holdfast.reading import copy_region
+
+        loaded: tuple[tuple[str, int], torch.Tensor] | None = None
+        for transfer in plan.transfers:
+            key = (transfer.file, transfer.payload_offset)
+            if loaded is None or loaded[0] != key:
+                loaded = (key, self._load_record(files, key, transfer.name, transfer.stored))
+            value = loaded[1]
+            for dim, (offset, base, size) in enumerate(
+                zip(transfer.region.offsets, transfer.stored.offsets, transfer.region.sizes, strict=True)
+            ):
+                value = value.narrow(dim, offset - base, size)
+            copy_region(destinations[transfer.dest].tensor, transfer, value)
+
+    def _load_record(self, files: FileSet, key: tuple[str, int], name: str, stored: Box) -> torch.Tensor:
+        file, offset = key
+        path = files.path_of(file)
+        data = bytes(files.read_span(file, offset, offset + self.records[key]))
+        try:
+            value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise CheckpointCorrupt(
+                f"{path}: the record of {name} at byte {offset} can't be read: {error}",
+                path=path,
+                tensor=name,
+                byte_range=(offset, offset + len(data)),
+            ) from error
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != stored.sizes:
+            found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise CheckpointCorrupt(
+                f"{path}: the record of {name} at byte {offset} should have shape {stored.sizes}, it has {found}",
+                path=path,
+                tensor=name,
+                byte_range=(offset, offset + len(data)),
+            )
+        return value
+
+
+def find_foreign(directory: str) -> ForeignSource | None:
+    """The stock checkpoint in ``directory``, in any of the layouts known here; None if there is none."""
+    if _has_metadata(directory):
+        source = ForeignSource(directory)
+        _add(source, "", ())
+        return source
+    if all(_has_metadata(os.path.join(directory, key)) for key in SPLIT_KEYS):
+        source = ForeignSource(directory)
+        for key in SPLIT_KEYS:
+            _add(source, key, (key,))
+        return source
+    if _has_metadata(os.path.join(directory, MERGED_DIRECTORY)):
+        return find_foreign(os.path.join(directory, MERGED_DIRECTORY))
+    return None
+
+
+def _has_metadata(directory: str) -> bool:
+    return os.path.isfile(os.path.join(directory, METADATA_NAME))
+
+
+def _add(source: ForeignSource, below: str, key: tuple[str, ...]) -> None:
+    """Add what the ``.metadata`` of subdirectory ``below`` lists; names get ``key`` in front unless they carry it."""
+    path = os.path.join(source.directory, below, METADATA_NAME)
+    metadata = read_metadata(read_small(path, limit=METADATA_BYTES_MAX), path=path)
+    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    names = list(metadata.state_dict_metadata)
+    prefix = key if key and not all(name.startswith(f"{key[0]}.") for name in names) else ()
+    places: dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]] = {}
+    for index, info in (metadata.storage_data or {}).items():
+        if getattr(info, "transform_descriptors", None):
+            raise CheckpointCorrupt(
+                f"{path}: {index.fqn} was written through a transform ({info.transform_descriptors}); "
+                "read it with the writer's own reader",
+                path=path,
+                tensor=index.fqn,
+            )
+        file = os.path.join(below, info.relative_path)
+        offset = None if index.offset is None else tuple(index.offset)
+        places[index.fqn, offset] = (file, info.offset, info.length)
+        source.records[file, info.offset] = info.length
+        if file not in source.files:
+            source.files[file] = StoredFile(file, _size_of(os.path.join(source.directory, file)), None)
+    for name in names:
+        entry = metadata.state_dict_metadata[name]
+        stored = ".".join((*prefix, name))
+        stored_path = tuple(paths.get(name, (name,)))
+        source.paths[stored] = (*prefix, *stored_path)
+        if not hasattr(entry, "chunks"):
+            file, at, length = _place(places, path, name, None)
+            source.objects[stored] = StoredObject(stored, file, at, length)
+            continue
+        dtype = compat.dtype_name(entry.properties.dtype)
+        shards = []
+        for chunk in entry.chunks:
+            box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            file, at, _ = _place(places, path, name, box.offsets)
+            shards.append(StoredShard(box, file, at, box.volume * StoredTensor(stored, dtype, (), ()).itemsize))
+        source.tensors[stored] = StoredTensor(stored, dtype, tuple(entry.size), tuple(shards))
+
+
+def _place(
+    places: dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]],
+    path: str,
+    name: str,
+    offsets: tuple[int, ...] | None,
+) -> tuple[str, int, int]:
+    # Plain tensors may be listed without an offset by old writers.
+    place = places.get((name, offsets)) or places.get((name, None))
+    if place is None:
+        raise CheckpointCorrupt(f"{path} lists {name} at {offsets}, but no record of it", path=path, tensor=name)
+    return place
+
+
+def _size_of(path: str) -> int:
+    try:
+        return os.lstat(path).st_size
+    except OSError:
+        return -1

@@ -1,0 +1,61 @@
+"""Which ranks save and load together, and the board they talk over.
+
+Without a process group there is one rank and a board in its own memory. With one, the board is that group's own
+Store: no collective is ever issued, so a background thread can use it while training uses the group.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from holdfast import _torch_compat as compat
+from holdfast.coordination import LocalBoard, StoreBoard
+from holdfast.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from holdfast.coordination import Board
+
+# Sessions of a group are numbered, so that a second manager never sees the keys of a first. All ranks open their
+# sessions in the same order, as they run the same program.
+_session_numbers: defaultdict[tuple[tuple[int, ...], str], Iterator[int]] = defaultdict(itertools.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """``rank`` of ``world``; ``ranks`` are the global ranks in group order; ``board`` is this session's."""
+
+    rank: int
+    world: int
+    ranks: tuple[int, ...]
+    board: Board
+
+
+def open_group(process_group: Any | None, *, purpose: str) -> Group:
+    """This process's place in ``process_group`` (None: the default one, or a single rank where there is none).
+
+    Every rank of the group must call it, in the same order for the same ``purpose``. Doesn't wait.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        if process_group is not None:
+            raise ConfigError(
+                "process_group was given but torch.distributed is not initialized; call init_process_group first",
+                field="process_group",
+            )
+        return Group(0, 1, (0,), LocalBoard())
+    group = process_group if process_group is not None else dist.group.WORLD
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ConfigError(
+            f"rank {dist.get_rank()} is not in the process_group it was given; call this on the group's members only",
+            field="process_group",
+        )
+    ranks = tuple(dist.get_process_group_ranks(group))
+    prefix = f"holdfast/{purpose}/{next(_session_numbers[ranks, purpose])}"
+    return Group(rank, len(ranks), ranks, StoreBoard(compat.store_of(group), rank, len(ranks), prefix))

@@ -1,0 +1,190 @@
+"""Loading: one readable pipeline, from a path to a state filled in place.
+
+    coordinator picks the checkpoint -> every rank opens it -> what goes where -> all ranks agree that it fits
+      -> plan reads -> read and verify -> all ranks agree that it is right -> set what is not a tensor
+
+Guarantees: a checkpoint that doesn't fit is an error on every rank before anything has been changed. Any old world
+size and placement loads into any new one; each rank reads what it needs. If any rank finds corruption, all know; what
+a failed load leaves in the destination is undefined until one succeeds.
+Runs on the calling thread; talks over the group's Store only, every wait with a deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from holdfast import events
+from holdfast.agreement import Votes
+from holdfast.boxes import Box, whole
+from holdfast.checkpoint import Checkpoint, read_objects
+from holdfast.errors import CheckpointCorrupt, StorageError
+from holdfast.format.manifest import MANIFEST_NAME
+from holdfast.plan.placement import local_boxes
+from holdfast.plan.read import Want, plan_reads
+from holdfast.reading import Destination, read_into
+from holdfast.source import HoldfastSource, Source, open_source
+from holdfast.state.entries import local_tensor
+from holdfast.state.loading import Loading, StoredInfo, mismatch_error
+from holdfast.state.structure import layout_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from holdfast.group import Group
+    from holdfast.state.tree import StateTree
+
+_log = logging.getLogger("holdfast")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """What of a checkpoint to load, and how strictly. See `CheckpointConfig` for the words."""
+
+    strict: bool = True
+    verify: bool = True
+    model_only: bool = False
+    exclude: Collection[str] = ()
+    timeout_s: float = 600.0
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    """The coordinator's choice: where, and which attempt wrote what it sees there."""
+
+    directory: str
+    attempt: str | None
+
+
+def load_state(
+    tree: StateTree, choose: Callable[[], str], group: Group, votes: Votes, options: LoadOptions
+) -> Checkpoint:
+    """Fill ``tree``'s state from the directory that ``choose`` names on the coordinator; returns when all ranks have.
+
+    Every rank calls it. Raises, the same on every rank: `CheckpointNotFound`, `CheckpointCorrupt`, `StateMismatch`,
+    `StorageError`, `DeadlineExceeded`.
+    """
+    source = _open_together(choose, group, votes, options.timeout_s)
+    error: BaseException | None = None
+    loading: Loading | None = None
+    try:
+        loading = _fit(tree, source, options)
+        if options.strict and (loading.missing or loading.mismatched):
+            error = _mismatch(source, loading, loading.unexpected)
+    except Exception as failed:
+        error = failed
+    unexpected = votes.settle(
+        error, unexpected=loading.unexpected if loading is not None else (), timeout_s=options.timeout_s
+    )
+    if loading is None:
+        raise AssertionError("settled without an error and without a plan")
+    if unexpected and options.strict:
+        raise _mismatch(source, loading, unexpected)
+    objects = {}
+    try:
+        _fill(loading, source, group, options)
+        objects = read_objects(source, loading.objects, verify=options.verify)
+    except Exception as failed:
+        error = failed
+    votes.settle(error, timeout_s=options.timeout_s)
+    loading.finish(objects)
+    events.emit("load.finished", step=source.step, rank=group.rank, path=source.directory)
+    return Checkpoint(source)
+
+
+def _open_together(choose: Callable[[], str], group: Group, votes: Votes, timeout_s: float) -> Source:
+    """The same checkpoint, opened by every rank through its own file system."""
+    if group.rank != 0:
+        choice = msgspec.msgpack.decode(votes.share(None, None, timeout_s=timeout_s), type=_Choice)
+        return _open_chosen(choice, votes, timeout_s)
+    try:
+        source = open_source(choose())
+        if isinstance(source, HoldfastSource):
+            problems = source.check_listing()
+            if problems:
+                raise problems[0]
+    except Exception as error:
+        votes.share(None, error, timeout_s=timeout_s)
+        raise
+    manifest = source.manifest
+    choice = _Choice(source.directory, None if manifest is None else manifest.attempt)
+    votes.share(msgspec.msgpack.encode(choice), None, timeout_s=timeout_s)
+    votes.settle(timeout_s=timeout_s)
+    return source
+
+
+def _open_chosen(choice: _Choice, votes: Votes, timeout_s: float) -> Source:
+    error: BaseException | None = None
+    source: Source | None = None
+    try:
+        source = open_source(choice.directory)
+        seen = None if source.manifest is None else source.manifest.attempt
+        if seen != choice.attempt:
+            path = os.path.join(choice.directory, MANIFEST_NAME)
+            error = StorageError(
+                f"{path} is of attempt {seen} here, but rank 0 sees attempt {choice.attempt}: the path is not shared "
+                "by all ranks",
+                path=path,
+                errno=None,
+            )
+    except Exception as failed:
+        error = failed
+    votes.settle(error, timeout_s=timeout_s)
+    if source is None:
+        raise AssertionError("settled without an error and without a source")
+    return source
+
+
+def _fit(tree: StateTree, source: Source, options: LoadOptions) -> Loading:
+    stored = {name: StoredInfo(tensor.shape, tensor.dtype) for name, tensor in source.tensors.items()}
+    return tree.destinations(
+        stored,
+        source.objects,
+        source.paths,
+        stored_world=source.world,
+        exclude=options.exclude,
+        model_only=options.model_only,
+    )
+
+
+def _mismatch(source: Source, loading: Loading, unexpected: Collection[str]) -> BaseException:
+    return mismatch_error(
+        source.directory,
+        missing=loading.missing,
+        unexpected=tuple(unexpected),
+        mismatched=loading.mismatched,
+        details=loading.details,
+    )
+
+
+def _fill(loading: Loading, source: Source, group: Group, options: LoadOptions) -> None:
+    """Read every wanted box of every destination tensor into its place."""
+    wants: list[Want] = []
+    destinations: list[Destination] = []
+    for entry in loading.tensors:
+        local = local_tensor(entry.tensor)
+        shape = tuple(entry.tensor.shape)
+        layout = layout_of(entry.tensor, entry.name, group_ranks=group.ranks)
+        held: list[tuple[Box, tuple[int, ...]]]
+        held = [(whole(shape), (0,) * len(shape))] if layout is None else local_boxes(shape, layout, group.rank)
+        for box, local_offsets in held:
+            view = local
+            if tuple(local.shape) != box.sizes:
+                for dim, (offset, size) in enumerate(zip(local_offsets, box.sizes, strict=True)):
+                    view = view.narrow(dim, offset, size)
+            if box.volume:
+                wants.append(Want(entry.name, box, len(destinations), box))
+                destinations.append(Destination(entry.name, view))
+    plan = plan_reads(wants, source.tensors)
+    with source.open_files(verify=options.verify) as files:
+        read_into(files, plan, destinations, source)
+    events.count("bytes_read", files.bytes_read)
+
+
+def is_corrupt(error: BaseException) -> bool:
+    """Whether another checkpoint may load where this one didn't: what it holds is damaged, or gone."""
+    return isinstance(error, (CheckpointCorrupt, StorageError))

@@ -1,0 +1,469 @@
+"""`CheckpointManager`: when to save, what to keep, where to resume. What users hold in their training loop.
+
+Guarantees: `step` never blocks longer than its configuration says; a failed save is never silent (`on_error`); the
+newest checkpoint a run could resume from is never deleted; two managers never write to one root.
+Assumes every rank of the group makes one and calls it alike; wall-clock decisions and metrics are rank 0's.
+Does not copy, write or decide: ``saver``, ``loader``, ``retention`` and ``recovery`` do.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import warnings
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from holdfast import events
+from holdfast.agreement import Votes
+from holdfast.capture import SaveRequest
+from holdfast.config import CheckpointConfig
+from holdfast.errors import (
+    CheckpointNotFound,
+    ConfigError,
+    HoldfastError,
+)
+from holdfast.group import open_group
+from holdfast.loader import LoadOptions, is_corrupt, load_state
+from holdfast.optimizer_hook import guard_updates, unguard_updates
+from holdfast.pins import Pins
+from holdfast.recovery import recover
+from holdfast.retention import Entry, select_deletions
+from holdfast.root import attempt_id, hidden_name, published, read_manifest
+from holdfast.saver import Saver
+from holdfast.state.tree import StateTree
+from holdfast.storage.local import LocalStorage, create_root
+from holdfast.storage.lock import RootLock
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import TracebackType
+
+    from holdfast.checkpoint import Checkpoint
+    from holdfast.handle import SaveHandle
+
+_log = logging.getLogger("holdfast")
+
+
+class CheckpointManager:
+    """Saves ``state`` under ``root`` as training goes on, and resumes from there.
+
+    root: a directory that every rank sees; made if it doesn't exist.
+    state: as for `holdfast.save`; the random number generators are added under ``"rng"`` unless it has that key.
+    config: see `CheckpointConfig`. exports: later releases; must be empty.
+    process_group: the ranks that save together; None for all.
+
+    On construction rank 0 locks the root and settles what a crash has left (unless ``load_only``); all ranks wait for
+    that. Raises `ConfigError`, `RootLocked`, `StorageError`, on every rank. Call its methods from the training thread.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        state: Mapping[str, Any],
+        *,
+        config: CheckpointConfig | None = None,
+        exports: Sequence[Any] = (),
+        process_group: Any | None = None,
+    ) -> None:
+        self._config = config = config if config is not None else CheckpointConfig()
+        if not isinstance(config, CheckpointConfig):
+            raise ConfigError(f"config must be a CheckpointConfig, not {type(config).__name__}", field="config")
+        if exports:
+            raise ConfigError("exports are not in this release; leave `exports` empty", field="exports")
+        self._root = checked_path(root, field="root")
+        self._group = open_group(process_group, purpose="manager")
+        self._votes = Votes(self._group.board)
+        self._state = state
+        self._tree = self._tree_of(state)
+        self._model_tree: StateTree | None = None
+        self._storage = LocalStorage(self._root)
+        self._lock: RootLock | None = None
+        self._saver: Saver | None = None
+        self._handles: list[SaveHandle] = []
+        self._saved: dict[int, SaveHandle] = {}
+        self._restored: int | None = None
+        self._seen_first = False
+        self._closed = False
+        self.recovered: Any = None
+        """What recovery did at this start (rank 0 only), None where nothing was to do."""
+        if not config.load_only:
+            self._start_writing()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except HoldfastError as failed:
+            # The error that ended training is the one to see.
+            _log.warning("while closing after %r: %s", error, failed)
+
+    # Resuming. ---------------------------------------------------------------------------------------------------
+
+    def restore(self, step: int | None = None) -> int | None:
+        """Load the newest verified checkpoint in place, or exactly ``step``; returns its step, None if there is none.
+
+        Returns when every rank has loaded. Step 0 and checkpoints that hold only a model load only the modules. With
+        an empty root and `initial_load_path`, that is loaded (modules only) and None returned.
+
+        Raises `CheckpointNotFound` for a step that is absent, `CheckpointCorrupt` (all candidates, or the first with
+        ``on_corrupt="raise"``), `StateMismatch`, `StorageError`.
+        """
+        self._check_open()
+        self.wait_staged()
+        if step is None and self._config.load_step is not None and self._config.load_step >= 0:
+            step = self._config.load_step
+        candidates = self._candidates(step)
+        if not candidates:
+            self._load_initial()
+            return None
+        for number, (found, name) in enumerate(candidates):
+            try:
+                self._load(found, name)
+            except (HoldfastError, OSError) as error:
+                last = number == len(candidates) - 1
+                if not is_corrupt(error) or last or self._config.on_corrupt == "raise" or step is not None:
+                    raise
+                older = candidates[number + 1][0]
+                _log.error("step %d can't be loaded, falling back to step %d: %s", found, older, error)
+                warnings.warn(f"step {found} can't be loaded, falling back to step {older}: {error}", stacklevel=2)
+                events.emit("load.fallback", step=found, rank=self._group.rank, path=self._storage.path(name))
+                continue
+            self._restored = found
+            return found
+        raise AssertionError("the loop above returns or raises")
+
+    def _candidates(self, step: int | None) -> list[tuple[int, str]]:
+        """Steps to try, newest first, as rank 0 sees them; the same on every rank."""
+        error: BaseException | None = None
+        listing = b""
+        if self._group.rank == 0:
+            try:
+                found = self._choose(step)
+                listing = "\n".join(f"{number} {name}" for number, name in found).encode()
+            except (HoldfastError, OSError) as failed:
+                error = failed
+        listing = self._votes.share(listing, error, timeout_s=self._config.stage_timeout)
+        rows = [line.split(" ", 1) for line in listing.decode().splitlines()]
+        return [(int(number), name) for number, name in rows]
+
+    def _choose(self, step: int | None) -> list[tuple[int, str]]:
+        found = published(self._storage, self._config.name_template)
+        if step is not None:
+            exact = [(number, name) for number, name in found if number == step]
+            if not exact:
+                have = ", ".join(str(number) for number, _ in found) or "none"
+                raise CheckpointNotFound(
+                    f"step {step} is not published under {self._root}; published steps: {have}",
+                    path=self._root,
+                    step=step,
+                )
+            return exact
+        resumable = [(number, name) for number, name in found if self._is_resumable(name)]
+        # A model-only last save is newer than what a run resumes from, so it is tried after all that are resumable.
+        others = [row for row in found if row not in resumable]
+        return resumable[::-1] or others[::-1]
+
+    def _is_resumable(self, name: str) -> bool:
+        try:
+            manifest = read_manifest(self._storage, name)
+        except HoldfastError:
+            return True  # a corrupt manifest is found, and told, when it is loaded
+        return manifest is None or manifest.resumable
+
+    def _load(self, step: int, name: str) -> None:
+        manifest_only = not self._is_resumable(name)
+        options = LoadOptions(
+            model_only=self._config.load_model_only or step == 0 or manifest_only,
+            exclude=self._config.exclude_from_loading,
+            timeout_s=self._config.stage_timeout + self._config.persist_timeout,
+        )
+        load_state(self._tree, lambda: self._storage.path(name), self._group, self._votes, options)
+
+    def _load_initial(self) -> None:
+        path = self._config.initial_load_path
+        if path is None:
+            return
+        options = LoadOptions(
+            model_only=True,
+            exclude=self._config.exclude_from_loading,
+            timeout_s=self._config.stage_timeout + self._config.persist_timeout,
+        )
+        load_state(self._tree, lambda: path, self._group, self._votes, options)
+
+    # Saving. -----------------------------------------------------------------------------------------------------
+
+    def step(self, step: int, metrics: Mapping[str, float] | None = None) -> list[SaveHandle]:
+        """Start whatever is due after training step ``step``; returns the handles of what was started.
+
+        Returns once references and eager values are taken (``mode="async"``), or when published (``"sync"``).
+        metrics: numbers to store with the checkpoint, rank 0's count. Raises an earlier failure as `on_error` says.
+        """
+        self._check_open()
+        checked_step(step)
+        self._raise_failures()
+        due = self._config.every is not None and step % self._config.every == 0 and step > 0
+        if not self._seen_first:
+            self._seen_first = True
+            due = due or self._config.first_step
+        if not due or self._config.load_only:
+            return []
+        return [self.save(step, metrics=metrics)]
+
+    def save(self, step: int, *, metrics: Mapping[str, float] | None = None, final: bool = False) -> SaveHandle:
+        """Save now, whatever the cadence.
+
+        Returns as `step` does; with ``final`` the last-save options apply and it returns when published. Saving a
+        step that this manager has saved already is `CheckpointExists`, but for ``final``, which returns that save.
+        """
+        self._check_open()
+        checked_step(step)
+        numbers = checked_metrics(metrics)
+        self._raise_failures()
+        saver = self._saver
+        if saver is None:
+            raise ConfigError("this manager was made with load_only=True and never saves", field="load_only")
+        known = self._saved.get(step)
+        if final and known is not None and not (known.done() and known.stage != "published"):
+            known.result()
+            return known
+        model_only = final and self._config.last_model_only
+        request = SaveRequest(
+            step=step,
+            name=self._config.name_template.format(step=step),
+            metrics=numbers,
+            resumable=not model_only,
+            # A run that went back to an older step comes by newer ones again: those are not its own any more.
+            overwrite=known is None and self._restored is not None and step > self._restored,
+            eager=self._config.staging == "eager",
+        )
+        handle = saver.start(
+            self._trees_for(model_only=model_only), request, dtype=self._last_dtype() if final else None
+        )
+        self._handles.append(handle)
+        self._saved[step] = handle
+        if final or self._config.mode == "sync" or self._config.on_error == "raise_now":
+            handle.exception()
+            self._raise_failures()
+        return handle
+
+    def before_update(self) -> None:
+        """Call before changing captured state by hand; then it may be changed.
+
+        On the CPU the calling thread waits until copies are complete (at most `stage_timeout`), on CUDA the current
+        stream does. The optimizer hook calls it for every optimizer step.
+        """
+        if self._saver is not None:
+            self._saver.before_update()
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Return when captured state may be changed. timeout: seconds, None for `stage_timeout`; `DeadlineExceeded`."""
+        if self._saver is not None:
+            self._saver.wait_staged(timeout)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when every save started so far has ended; raises the first failure as `on_error` says.
+
+        timeout: seconds, None for the sum of the configured deadlines; `DeadlineExceeded`.
+        """
+        if self._saver is not None:
+            self._saver.wait(timeout)
+        self._raise_failures()
+
+    # What is there. ----------------------------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """Published steps, oldest first, as this rank's file system shows them."""
+        return [step for step, _ in published(self._storage, self._config.name_template)]
+
+    def latest(self) -> int | None:
+        """The newest published step, None if there is none."""
+        return max(self.steps(), default=None)
+
+    def pin(self, step: int) -> None:
+        """Keep ``step`` whatever retention says, until `unpin`; durable. Raises `CheckpointNotFound`."""
+        self._set_pin(step, pinned=True)
+
+    def unpin(self, step: int) -> None:
+        """Leave ``step`` to retention again."""
+        self._set_pin(step, pinned=False)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Let what is in flight end, then release everything; idempotent.
+
+        timeout: seconds, None for the sum of the configured deadlines. Raises `DeadlineExceeded`, and the failures
+        that nobody has been told yet, as `on_error` says; the manager is closed all the same.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._saver is not None:
+                unguard_updates(self._saver)
+                self._saver.close(timeout)
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
+            self._group.board.close()
+        self._raise_failures()
+
+    # Inside. -----------------------------------------------------------------------------------------------------
+
+    def _start_writing(self) -> None:
+        """Rank 0 makes the root, locks it and settles what a crash has left; then all ranks start their engines."""
+        error: BaseException | None = None
+        if self._group.rank == 0:
+            try:
+                create_root(self._root)
+                self._lock = RootLock.acquire(self._root)
+                report = recover(
+                    self._storage,
+                    clock=time.monotonic,
+                    sleep=time.sleep,
+                    timeout_s=self._config.persist_timeout,
+                )
+                self.recovered = report
+                for name in report.rolled_forward:
+                    _log.warning("%s was whole when its run ended and has been published now", self._storage.path(name))
+                events.emit(
+                    "root.recovered",
+                    rank=0,
+                    path=self._root,
+                    rolled_forward=report.rolled_forward,
+                    removed=report.removed,
+                )
+            except (HoldfastError, OSError) as failed:
+                error = failed
+        timeout_s = self._config.stage_timeout + self._config.persist_timeout
+        try:
+            self._votes.settle(error, timeout_s=timeout_s)
+            self._saver = Saver(self._storage, self._group, self._config, on_published=self._after_publish)
+        except BaseException:
+            if self._lock is not None:
+                self._lock.release()
+            raise
+        guard_updates(self._saver)
+
+    def _tree_of(self, state: Mapping[str, Any]) -> StateTree:
+        group = self._group
+        return StateTree(state, rank=group.rank, world=group.world, group_ranks=group.ranks, auto_rng=True)
+
+    def _trees_for(self, *, model_only: bool) -> StateTree:
+        if not model_only:
+            return self._tree
+        if self._model_tree is None:
+            self._model_tree = self._tree.modules_only()
+        return self._model_tree
+
+    def _last_dtype(self) -> str | None:
+        dtype = self._config.last_dtype
+        return None if dtype is None else str(dtype)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("this CheckpointManager is closed; make a new one")
+
+    def _raise_failures(self) -> None:
+        """Raise the first failure nobody was told of, or warn of all of them."""
+        failures: list[BaseException] = []
+        kept: list[SaveHandle] = []
+        for handle in self._handles:
+            if not handle.done():
+                kept.append(handle)
+                continue
+            error = handle.exception(0)
+            if error is not None and handle.stage != "skipped":
+                failures.append(error)
+            if handle.callback_error is not None:
+                failures.append(handle.callback_error)
+        self._handles = kept
+        for error in failures[0 if self._config.on_error == "warn" else 1 :]:
+            _log.error("%s", error, exc_info=error)
+            warnings.warn(str(error), stacklevel=3)
+        if failures and self._config.on_error != "warn":
+            raise failures[0]
+
+    def _set_pin(self, step: int, *, pinned: bool) -> None:
+        if self._config.load_only:
+            raise ConfigError("this manager was made with load_only=True and never writes", field="load_only")
+        if pinned and step not in self.steps():
+            raise CheckpointNotFound(f"step {step} is not published under {self._root}", path=self._root, step=step)
+        if self._group.rank == 0:
+            Pins(self._storage).set(step, pinned=pinned)
+
+    def _after_publish(self, checkpoint: Checkpoint) -> None:
+        """Retention; on the finalizer thread of rank 0, after every publish. Never fails the save."""
+        if self._group.rank != 0 or self._config.keep is None:
+            return
+        try:
+            entries = self._entries()
+            doomed = set(select_deletions(list(entries.values()), self._config.keep))
+            for name, entry in entries.items():
+                if entry.step in doomed:
+                    self._delete(name, entry.step)
+        except (HoldfastError, OSError) as error:
+            _log.warning("retention after step %s did not finish: %s", checkpoint.step, error)
+
+    def _entries(self) -> dict[str, Entry]:
+        pins = Pins(self._storage).all()
+        entries = {}
+        for step, name in published(self._storage, self._config.name_template):
+            manifest = read_manifest(self._storage, name)
+            if manifest is None:
+                continue
+            entries[name] = Entry(
+                step=step,
+                created_s=datetime.fromisoformat(manifest.created).timestamp(),
+                metrics=manifest.metrics,
+                resumable=manifest.resumable,
+                pinned=step in pins,
+            )
+        return entries
+
+    def _delete(self, name: str, step: int) -> None:
+        """Invisible at once, by a rename; the engine then removes it at its leisure."""
+        trash = hidden_name(name, attempt_id(), "trash")
+        self._storage.rename(name, trash)
+        self._storage.sync_dir("")
+        events.emit("checkpoint.deleted", step=step, rank=0, path=self._storage.path(name))
+        if self._saver is not None:
+            self._saver.remove(trash)
+
+
+def checked_path(path: str | os.PathLike[str], *, field: str) -> str:
+    """``path`` made absolute; `ConfigError` for object stores and for what can't be a directory."""
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text:
+        raise ConfigError(f"{field} must be the path of a directory, not {path!r}", field=field)
+    if "://" in text:
+        raise ConfigError(f"{text}: object stores are not in this release; give a directory", field=field)
+    absolute = os.path.abspath(text)
+    if os.path.lexists(absolute) and not os.path.isdir(absolute):
+        raise ConfigError(f"{absolute} is a file; expected a directory, or a path that doesn't exist yet", field=field)
+    return absolute
+
+
+def checked_step(step: object) -> None:
+    """`ConfigError` unless ``step`` is an integer >= 0."""
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ConfigError(f"step must be an integer >= 0, not {step!r}", field="step")
+
+
+def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Metrics as plain floats; anything with ``float()`` will do (a 0-dim tensor, say). `ConfigError` otherwise."""
+    found = {}
+    for name, value in (metrics or {}).items():
+        try:
+            found[str(name)] = float(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"metric {name!r} must be a number, not {value!r}", field=f"metrics.{name}") from error
+    return found

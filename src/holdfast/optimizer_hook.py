@@ -1,0 +1,54 @@
+"""One hook on all optimizers: nobody steps over a capture that is still being copied.
+
+The global pre-step hook is used, and filtered by what was captured, because a hook on one optimizer is bypassed by
+wrappers and fires too late in optimizer-in-backward. It is registered with the first saver and costs one look at an
+empty set when nothing is in flight.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from holdfast import _torch_compat as compat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Guard(Protocol):
+    """What is asked before an update."""
+
+    def before_update(self, parameters: Callable[[frozenset[int]], bool] | None = None) -> None: ...
+
+
+_guards: weakref.WeakSet[Any] = weakref.WeakSet()
+_registered = False
+
+
+def guard_updates(guard: Guard) -> None:
+    """Call ``guard.before_update`` before every optimizer step, as long as the guard lives."""
+    global _registered  # noqa: PLW0603 - one hook a process
+    if not _registered:
+        register_optimizer_step_pre_hook(_before_step)
+        _registered = True
+    _guards.add(guard)
+
+
+def unguard_updates(guard: Guard) -> None:
+    _guards.discard(guard)
+
+
+@compat.untraced
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    del args, kwargs
+    if not _guards:
+        return
+
+    def touches(captured: frozenset[int]) -> bool:
+        return any(id(param) in captured for group in optimizer.param_groups for param in group["params"])
+
+    for guard in list(_guards):
+        guard.before_update(touches)

@@ -1,0 +1,436 @@
+"""Saving: one readable pipeline, from the training thread to the published checkpoint.
+
+    training thread     `Saver.start`: take a snapshot (references, eager values), enqueue copies, return a handle
+                        `Saver.before_update`: hold the next update until copies are complete; compare versions
+    stager thread       agree with the other ranks, plan anew if they don't, copy
+    finalizer thread    `delivery`: engine persists -> report -> decide -> publish; end the handle
+
+Guarantees: nothing on the training thread waits for another rank except `before_update` (bounded by
+`stage_timeout`); saves of one session are agreed on, persisted and published in the order they were started; a save
+that fails on one rank fails on all, with the same cause; a save whose structure is that of the one before plans
+nothing and renders nothing.
+Assumes every rank of the group calls `start` in the same order.
+Does not know cadence or retention: ``manager`` does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import queue
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from holdfast import events
+from holdfast.agreement import Agreement, Ballot
+from holdfast.capture import Capture, CapturePool, DeliveryPlan, SaveRequest
+from holdfast.delivery import Delivery
+from holdfast.engine.client import EngineClient
+from holdfast.errors import CheckpointExists, ConfigError, DeadlineExceeded, HoldfastError, SaveFailed
+from holdfast.format.dcp import render_metadata
+from holdfast.format.objects import render_object
+from holdfast.handle import SaveHandle
+from holdfast.outcome import AbortReason
+from holdfast.plan.write import RankPlan, plan_rank, plan_save
+from holdfast.root import is_occupied
+from holdfast.snapshot import SnapshotTaker
+from holdfast.staging.layout import CaptureBuffer
+from holdfast.staging.stager import Staging
+from holdfast.state.tree import StateTree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from holdfast.agreement import Verdict
+    from holdfast.checkpoint import Checkpoint
+    from holdfast.config import CheckpointConfig
+    from holdfast.group import Group
+    from holdfast.storage.local import LocalStorage
+
+_log = logging.getLogger("holdfast")
+
+ORPHAN_GRACE_S: Final = 120.0
+EXIT_GRACE_S: Final = 60.0
+"""How long an interpreter that exits without `close` waits for what is in flight."""
+
+
+@dataclass(slots=True)
+class _Absence:
+    """A save this rank was called for and has no capture for: busy, or refused. Its ballot says so to the others."""
+
+    request: SaveRequest
+    handle: SaveHandle
+    refusal: AbortReason | None
+
+
+class Saver:
+    """One session of saving under one directory. All ranks of ``group`` make one, and use it alike.
+
+    Starts the engine and two threads at once, all idle until the first save. Close it; an interpreter that exits
+    without doing so lets what is in flight end, for at most a minute.
+    """
+
+    def __init__(
+        self,
+        storage: LocalStorage,
+        group: Group,
+        config: CheckpointConfig,
+        *,
+        on_published: Callable[[Checkpoint], None] | None = None,
+    ) -> None:
+        self._storage = storage
+        self._group = group
+        self._config = config
+        self._agreement = Agreement(group.board.clone())
+        self._engine = EngineClient(
+            group.rank,
+            writers=config.writers,
+            io_limit_bytes_per_s=config.io_limit_bytes_per_s,
+            nice=config.nice,
+            orphan_grace_s=ORPHAN_GRACE_S,
+        )
+        self._delivery = Delivery(storage, group, self._engine, config)
+        self._on_published = on_published
+        self._pool = CapturePool(config.in_flight, retire=self._retire)
+        self._plan: DeliveryPlan | None = None
+        self._snapshots = SnapshotTaker()
+        self._in_flight: dict[SaveHandle, Capture | None] = {}
+        self._unpassed: list[Capture] = []
+        self._lock = threading.Lock()
+        self._closed = False
+        self._to_stage: queue.SimpleQueue[Capture | _Absence | None] = queue.SimpleQueue()
+        self._to_finalize: queue.SimpleQueue[Capture | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run_stager, name="holdfast-stager", daemon=True),
+            threading.Thread(target=self._run_finalizer, name="holdfast-finalizer", daemon=True),
+        ]
+        self._engine.start()
+        for thread in self._threads:
+            thread.start()
+        self._at_exit = _close_at_exit(self)
+
+    # Training thread. --------------------------------------------------------------------------------------------
+
+    def start(self, tree: StateTree, request: SaveRequest, *, dtype: str | None = None) -> SaveHandle:
+        """Capture the state and return a handle; copies run on, see the module's docstring.
+
+        dtype: convert floating-point tensors to it. Raises what makes this rank unable to take part (`ConfigError`
+        for a leaf that can't be stored, `CheckpointExists`): the other ranks get the same error from their handles.
+        """
+        began = time.perf_counter()
+        if self._closed:
+            raise ConfigError("this session is closed; make a new CheckpointManager to save again")
+        handle = SaveHandle(
+            step=request.step,
+            path=self._storage.path(request.name),
+            default_timeout_s=self._longest_s(),
+            wait_staged=self._wait_staged_of,
+        )
+        self._in_flight[handle] = None
+        events.emit("save.started", step=request.step, rank=self._group.rank, path=handle.path)
+        if not self._take_slot(handle, request):
+            return handle
+        try:
+            self._check_target(request)
+            capture = self._capture(tree, request, handle, dtype)
+        except BaseException as error:
+            self._pool.give_slot_back(None)
+            self._to_stage.put(_Absence(request, handle, AbortReason.of(error, rank=self._group.rank)))
+            raise
+        self._in_flight[handle] = capture
+        self._unpassed.append(capture)
+        self._to_stage.put(capture)
+        handle.add_stats(stall_s=time.perf_counter() - began)
+        if request.eager:
+            self._pass(capture, self._config.stage_timeout)
+        return handle
+
+    def before_update(self, parameters: Callable[[frozenset[int]], bool] | None = None) -> None:
+        """Return when the captured state may be changed; on the training thread, which then may change it.
+
+        parameters: says whether an update touches any of these ids; None for "it may touch anything". A capture that
+        is not complete within `stage_timeout` is failed, and the update goes on.
+        """
+        if not self._unpassed:
+            return
+        for capture in list(self._unpassed):
+            if parameters is None or parameters(capture.snapshot.update_ids):
+                try:
+                    self._pass(capture, self._config.stage_timeout)
+                except DeadlineExceeded as error:
+                    capture.give_up(error)
+                    self._unpassed.remove(capture)
+
+    def wait_staged(self, timeout_s: float | None) -> None:
+        """`before_update` for everything in flight, with a deadline of its own that is raised."""
+        limit_s = self._config.stage_timeout if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        for capture in list(self._unpassed):
+            self._pass(capture, max(0.0, deadline - time.monotonic()))
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Return when nothing is in flight; `DeadlineExceeded` otherwise. Outcomes are in the handles."""
+        limit_s = self._longest_s() if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        for handle in list(self._in_flight):
+            handle.exception(max(0.0, deadline - time.monotonic()))
+
+    def close(self, timeout_s: float | None) -> None:
+        """Let what is in flight end, then stop threads and engine; idempotent. Raises `DeadlineExceeded` after it."""
+        if self._closed:
+            return
+        self._closed = True
+        late: DeadlineExceeded | None = None
+        try:
+            self.wait(timeout_s)
+        except DeadlineExceeded as error:
+            late = error
+        self._at_exit()
+        self._to_stage.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(5.0)
+        self._pool.use_plan(None)
+        self._engine.close(10.0)
+        self._delivery.close()
+        self._agreement.board.close()
+        if late is not None:
+            raise late
+
+    def remove(self, trash: str) -> None:
+        """Have the engine remove a trashed directory of the root; doesn't wait."""
+        self._delivery.remove(trash)
+
+    def _longest_s(self) -> float:
+        config = self._config
+        one = config.stage_timeout + config.persist_timeout + config.commit_timeout
+        return one * (1 + len(self._in_flight)) + 30.0
+
+    def _take_slot(self, handle: SaveHandle, request: SaveRequest) -> bool:
+        wait = self._config.when_busy == "wait"
+        if self._pool.take_slot(wait=False, timeout_s=0.0):
+            return True
+        if wait:
+            began = time.perf_counter()
+            self.before_update()  # what is in flight may be waiting for this thread to pass it
+            self._pool.take_slot(wait=True, timeout_s=self._longest_s())
+            handle.add_stats(stall_s=time.perf_counter() - began)
+            return True
+        self._to_stage.put(_Absence(request, handle, None))
+        return False
+
+    def _check_target(self, request: SaveRequest) -> None:
+        if self._group.rank == 0 and not request.overwrite and is_occupied(self._storage, request.name):
+            path = self._storage.path(request.name)
+            raise CheckpointExists(
+                f"step {request.step}: {path} exists already and published checkpoints are never modified; "
+                "choose another path, or pass overwrite=True to replace it as a whole",
+                path=path,
+            )
+
+    def _capture(self, tree: StateTree, request: SaveRequest, handle: SaveHandle, dtype: str | None) -> Capture:
+        snapshot = self._snapshots.take(tree, dtype)
+        staging = Staging(snapshot.watched)
+        capture = Capture(request, handle, snapshot, staging)
+        plan = self._plan
+        if plan is not None and plan.digest == snapshot.digest:
+            capture.buffer = self._pool.take_buffer()
+        if capture.buffer is not None and (snapshot.from_device or request.eager):
+            # Device copies are enqueued in the order of the training stream, so by the training thread.
+            self._load_copies(capture, capture.buffer)
+            if request.eager:
+                staging.help_copy()
+        return capture
+
+    def _load_copies(self, capture: Capture, buffer: CaptureBuffer) -> None:
+        snapshot = capture.snapshot
+        capture.staging.load(buffer.cached_copies_of(snapshot.lazy) + buffer.copies_of(snapshot.held))
+
+    def _pass(self, capture: Capture, timeout_s: float) -> None:
+        """Let the calling thread change the state: wait for the copies, then look whether anything moved."""
+        began = time.perf_counter()
+        try:
+            capture.staging.help_copy()
+            device_only = capture.staging.only_on_device
+            reached = (capture.agreed if device_only else capture.staged).wait(timeout_s)
+            if not reached and not capture.staged.is_set():
+                raise DeadlineExceeded(
+                    f"step {capture.request.step}: the capture was not staged after {timeout_s:g} s; another rank may "
+                    "not have called this save, or copying is slow: see `stage_timeout`",
+                    waited_for=f"staging of step {capture.request.step}",
+                    timeout_s=timeout_s,
+                )
+            if device_only:
+                capture.staging.order_device_updates()
+            capture.verify()
+        finally:
+            capture.handle.add_stats(stall_s=time.perf_counter() - began)
+        if capture in self._unpassed:
+            self._unpassed.remove(capture)
+
+    def _wait_staged_of(self, handle: SaveHandle, timeout: float | None) -> None:
+        capture = self._in_flight.get(handle)
+        if capture is not None and not capture.is_verified:
+            self._pass(capture, self._config.stage_timeout if timeout is None else timeout)
+
+    # Stager thread. ----------------------------------------------------------------------------------------------
+
+    def _run_stager(self) -> None:
+        while (item := self._to_stage.get()) is not None:
+            if isinstance(item, _Absence):
+                self._vote_absent(item)
+                continue
+            try:
+                go_on = self._stage(item)
+            except BaseException as error:  # noqa: BLE001 - told to the other ranks by the attempt it goes on to
+                item.give_up(error)
+                go_on = True
+            if go_on:
+                self._to_finalize.put(item)
+            else:
+                self._end(item, None)
+        self._to_finalize.put(None)
+
+    def _vote_absent(self, absence: _Absence) -> None:
+        request, handle = absence.request, absence.handle
+        ballot = Ballot(request.step, handle.path, "", busy=absence.refusal is None, refusal=absence.refusal)
+        error: HoldfastError
+        try:
+            self._agreement.cast(ballot, b"")
+            verdict = self._agreement.wait_verdict(timeout_s=self._config.stage_timeout)
+            refusal = verdict.refusal
+            error = _skipped(request) if refusal is None else refusal.error(step=request.step)
+        except HoldfastError as failed:
+            error = failed
+        handle.finish(error, stage="skipped" if absence.refusal is None else "failed")
+        self._in_flight.pop(handle, None)
+
+    def _stage(self, capture: Capture) -> bool:
+        """Copies complete and agreement in; False where the ranks agreed not to go on."""
+        request, snapshot = capture.request, capture.snapshot
+        deadline = time.monotonic() + self._config.stage_timeout
+        plan = self._plan
+        ballot = Ballot(request.step, capture.handle.path, snapshot.digest, replan=plan is None)
+        self._agreement.cast(ballot, snapshot.encoded)
+        if plan is not None and plan.digest == snapshot.digest:
+            # Optimistic: the plan in use is almost always the one the ranks will agree on.
+            self._copy(capture, plan, deadline)
+        verdict = self._agreement.wait_verdict(timeout_s=_left_s(deadline))
+        if verdict.kind == "refused" and verdict.refusal is not None:
+            capture.give_up(verdict.refusal.error(step=request.step))
+            return False
+        if verdict.kind == "skip":
+            capture.give_up(None)
+            return False
+        if verdict.kind == "replan":
+            self._plan = None  # until there is a new one: if planning fails, the next ballot asks for it again
+            plan = self._new_plan(verdict, _left_s(deadline))
+            self._copy(capture, plan, deadline)
+            self._plan = plan
+        events.emit("save.staged", step=request.step, rank=self._group.rank, path=capture.handle.path)
+        capture.handle.add_stats(staging_s=capture.staging.copy_s)
+        capture.handle.advance("staged")
+        capture.agreed.set()
+        capture.staged.set()
+        return True
+
+    def _new_plan(self, verdict: Verdict, timeout_s: float) -> DeliveryPlan:
+        structures = self._agreement.wait_structures(verdict, timeout_s=timeout_s)
+        rank, digests = self._group.rank, verdict.rank_digests()
+        events.count("plans_made")
+        if rank != 0:
+            return DeliveryPlan(digests[rank], plan_rank(structures, digests, rank), b"", ())
+        save_plan = plan_save(structures, digests)
+        planned = tuple(tuple((file.name, file.size) for file in of_rank.files) for of_rank in save_plan.ranks)
+        return DeliveryPlan(digests[rank], save_plan.ranks[rank], render_metadata(save_plan), planned)
+
+    def _copy(self, capture: Capture, plan: DeliveryPlan, deadline: float) -> None:
+        """Fill a buffer of ``plan``; the capture's buffer of another plan, if it has one, is given up."""
+        buffer = capture.buffer
+        if buffer is None or buffer.plan is not plan.rank_plan:
+            self._pool.use_plan(plan.rank_plan)
+            buffer = self._pool.take_buffer() or self._make_buffer(plan.rank_plan, pin=capture.snapshot.from_device)
+            if capture.buffer is not None:
+                self._retire(capture.buffer)
+            capture.buffer = buffer
+            self._load_copies(capture, buffer)
+        elif not capture.staging.is_loaded:
+            self._load_copies(capture, buffer)
+        capture.plan = plan
+        for placed in buffer.plan.objects:
+            record = render_object(capture.snapshot.objects[placed.source], placed.capacity)
+            buffer.put_object(placed, record)
+        capture.staging.run(timeout_s=_left_s(deadline))
+
+    def _make_buffer(self, plan: RankPlan, *, pin: bool) -> CaptureBuffer:
+        buffer = CaptureBuffer(plan)
+        buffer.build(pin=pin)
+        return buffer
+
+    def _retire(self, buffer: CaptureBuffer) -> None:
+        self._delivery.forget(buffer)
+        buffer.close()
+
+    # Finalizer thread. -------------------------------------------------------------------------------------------
+
+    def _run_finalizer(self) -> None:
+        while (capture := self._to_finalize.get()) is not None:
+            try:
+                outcome: Checkpoint | BaseException = self._delivery.deliver(capture)
+            except BaseException as error:  # noqa: BLE001 - every failure ends in the handle
+                outcome = error
+            self._end(capture, outcome)
+
+    def _end(self, capture: Capture, outcome: Checkpoint | BaseException | None) -> None:
+        """Give everything back, then tell: whoever wakes up finds the session ready for the next save."""
+        handle, request = capture.handle, capture.request
+        capture.give_up(capture.error) if capture.error is not None else capture.staged.set()
+        capture.verify()
+        capture.staging.release()
+        self._pool.give_slot_back(capture.buffer)
+        if capture.skipped:
+            handle.finish(_skipped(request), stage="skipped")
+        elif isinstance(outcome, BaseException) or outcome is None:
+            error = outcome if outcome is not None else capture.error
+            events.emit("save.failed", step=request.step, rank=self._group.rank, path=handle.path, error=repr(error))
+            handle.finish(error or AssertionError("a save without an outcome"), stage="failed")
+        else:
+            if self._on_published is not None:
+                self._on_published(outcome)
+            events.emit("save.published", step=request.step, rank=self._group.rank, path=handle.path)
+            handle.finish(outcome, stage="published")
+        self._in_flight.pop(handle, None)
+
+
+def _left_s(deadline: float) -> float:
+    """Seconds until ``deadline``, never quite zero: a wait of 0 s would not even look."""
+    return max(0.001, deadline - time.monotonic())
+
+
+def _skipped(request: SaveRequest) -> SaveFailed:
+    return SaveFailed(
+        f"step {request.step} was skipped: all captures of some rank were in use and its configuration says "
+        "when_busy='skip'; save less often, or set when_busy='wait'",
+        step=request.step,
+        rank=None,
+    )
+
+
+def _close_at_exit(saver: Saver) -> Callable[[], None]:
+    """Let saves in flight end when the interpreter exits without `close`; returns what calls that off."""
+    reference = weakref.ref(saver)
+
+    def finish() -> None:
+        forgotten = reference()
+        if forgotten is None:
+            return
+        try:
+            forgotten.close(EXIT_GRACE_S)
+        except HoldfastError as error:
+            _log.warning("at interpreter exit: %s", error)
+
+    atexit.register(finish)
+    return lambda: atexit.unregister(finish)

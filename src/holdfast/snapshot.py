@@ -1,0 +1,114 @@
+"""What a save takes of the state on the training thread: references where the state stands still, copies elsewhere.
+
+Parameters and optimizer state change only in an update, and updates wait for the copies: a reference is enough.
+Buffers, small tensors and plain objects may change any moment: they are copied before `save` returns.
+
+Guarantees: taking a snapshot changes nothing of the state. While the state keeps its structure, only eager values
+are copied and objects pickled; names, shapes and the structure's digest are those of the time before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from holdfast import _torch_compat as compat
+from holdfast.format.objects import ObjectPayload, dump_object, object_capacity
+from holdfast.plan.structure import Structure, digest_of, encode_structure
+from holdfast.state.structure import structure_of
+from holdfast.state.tree import StateTree, update_targets
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state of one step: ``encoded`` is its structure, the keys below are names of that structure.
+
+    ``lazy`` refers to the live outer tensors; ``held`` has host copies of the eager ones.
+    """
+
+    encoded: bytes
+    digest: str
+    lazy: Mapping[str, torch.Tensor]
+    held: Mapping[str, torch.Tensor]
+    objects: Mapping[str, ObjectPayload]
+    update_ids: frozenset[int]
+    """ids of the parameters captured: an optimizer that holds none of them need not wait."""
+    from_device: bool
+    """Some lazy tensor is not in host memory."""
+
+    @property
+    def watched(self) -> list[tuple[str, torch.Tensor]]:
+        """The tensors that must not change until they are copied, with their names."""
+        return list(self.lazy.items())
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What stays true as long as the state keeps its structure."""
+
+    tree: StateTree
+    dtype: str | None
+    encoded: bytes
+    digest: str
+    lazy: Mapping[str, torch.Tensor]
+    update_ids: frozenset[int]
+    from_device: bool
+
+
+class SnapshotTaker:
+    """Takes one snapshot after the other of states that mostly keep their structure. Used by the training thread."""
+
+    def __init__(self) -> None:
+        self._known: _Known | None = None
+        self._capacities: dict[str, int] = {}
+
+    def take(self, tree: StateTree, dtype: str | None) -> Snapshot:
+        """The state as it is now. dtype: floating-point tensors are to be stored as this. Raises `ConfigError`."""
+        collected = tree.collect()
+        objects = {entry.name: dump_object(entry.value, name=entry.name) for entry in collected.objects}
+        outgrown = False
+        for name, payload in objects.items():
+            previous = self._capacities.get(name, 0)
+            self._capacities[name] = object_capacity(payload, previous)
+            outgrown |= self._capacities[name] != previous
+        known = self._known
+        if known is None or outgrown or known.tree is not tree or known.dtype != dtype or not collected.unchanged:
+            structure = _with_dtype(structure_of(collected, self._capacities), dtype)
+            encoded = encode_structure(structure)
+            lazy = {entry.name: entry.tensor for entry in collected.tensors if entry.lazy}
+            known = self._known = _Known(
+                tree=tree,
+                dtype=dtype,
+                encoded=encoded,
+                digest=digest_of(encoded),
+                lazy=lazy,
+                update_ids=frozenset(update_targets(collected)),
+                from_device=any(tensor.device.type != "cpu" for tensor in lazy.values()),
+            )
+        held = {entry.name: _copy_to_host(entry.tensor) for entry in collected.tensors if not entry.lazy}
+        return Snapshot(known.encoded, known.digest, known.lazy, held, objects, known.update_ids, known.from_device)
+
+
+def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    local = compat.local_tensor(tensor).detach()
+    return local.to("cpu") if local.device.type != "cpu" else compat.clone(local)
+
+
+def _with_dtype(structure: Structure, dtype: str | None) -> Structure:
+    """``structure`` with every ordinary floating-point tensor stored as ``dtype``; fp8 and the like stay."""
+    if dtype is None:
+        return structure
+    converted = ("float16", "bfloat16", "float32", "float64")
+    return msgspec.structs.replace(
+        structure,
+        tensors=tuple(
+            msgspec.structs.replace(spec, dtype=dtype) if spec.dtype in converted else spec
+            for spec in structure.tensors
+        ),
+    )

@@ -1,0 +1,274 @@
+"""Where a load reads from: one checkpoint directory, with what lies where in it.
+
+`open_source` finds out who wrote a directory. A Holdfast checkpoint has a manifest: reports are decoded, each against
+its digest, when their content is first asked for. A directory with only a stock ``.metadata`` is opened by
+``foreign``.
+
+Guarantees: opening never writes; everything decoded was matched with its digest, and names found in it can't lead
+out of the directory.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Final, Protocol
+
+from holdfast.boxes import Box
+from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, HoldfastError, StorageError
+from holdfast.format.manifest import (
+    MANIFEST_NAME,
+    METADATA_NAME,
+    Manifest,
+    RankIndex,
+    Report,
+    decode_index,
+    decode_manifest,
+    decode_report,
+)
+from holdfast.format.sealed import xxh3_128
+from holdfast.plan.read import StoredShard, StoredTensor
+from holdfast.storage.reading import Blamer, FileSet, StoredFile
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from holdfast.plan.read import ReadPlan
+    from holdfast.plan.structure import PathItem
+    from holdfast.reading import Destination
+
+READ_THREADS: Final = 2
+MANIFEST_BYTES_MAX: Final = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """The record of one plain object: ``nbytes`` from ``offset`` of ``file``."""
+
+    name: str
+    file: str
+    offset: int
+    nbytes: int
+
+
+class Source(Protocol):
+    """What a load needs to know of a checkpoint."""
+
+    @property
+    def directory(self) -> str: ...
+    @property
+    def step(self) -> int | None: ...
+    @property
+    def manifest(self) -> Manifest | None: ...
+    @property
+    def world(self) -> int | None:
+        """Ranks that saved it, where known."""
+        ...
+
+    @property
+    def is_foreign(self) -> bool: ...
+    @property
+    def checksummed(self) -> bool: ...
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]: ...
+    @property
+    def objects(self) -> Mapping[str, StoredObject]: ...
+    @property
+    def paths(self) -> Mapping[str, tuple[PathItem, ...]]: ...
+    @property
+    def files(self) -> Mapping[str, StoredFile]: ...
+    def check_listing(self) -> list[HoldfastError]:
+        """What is wrong with the files that no extent checksum covers (manifest, reports, ``.metadata``)."""
+        ...
+
+    def open_files(self, *, verify: bool) -> FileSet: ...
+    def read_foreign(self, files: FileSet, plan: ReadPlan, destinations: Sequence[Destination]) -> None: ...
+
+
+class HoldfastSource:
+    """A directory that Holdfast published."""
+
+    is_foreign: Final = False
+    checksummed: Final = True
+
+    def __init__(self, directory: str, manifest: Manifest) -> None:
+        self.directory = directory
+        self.manifest = manifest
+        self.step = manifest.step
+        self.world = manifest.world
+
+    @cached_property
+    def _reports(self) -> list[tuple[Report, RankIndex]]:
+        found = []
+        for line in self.manifest.reports:
+            path = os.path.join(self.directory, line.name)
+            data = read_small(path, limit=line.size, committed=True)
+            if len(data) != line.size or xxh3_128(data) != line.digest:
+                raise CheckpointCorrupt(
+                    f"{path} is not the report that was committed (expected {line.size} bytes with digest "
+                    f"{line.digest}, found {len(data)} bytes with {xxh3_128(data)})",
+                    path=path,
+                    byte_range=(0, len(data)),
+                )
+            report = decode_report(data, path=path)
+            found.append((report, decode_index(report.index, file_sizes=[file.size for file in report.files], path=path)))
+        return found
+
+    @cached_property
+    def files(self) -> dict[str, StoredFile]:
+        return {
+            file.name: StoredFile(file.name, file.size, file.extents)
+            for report, _ in self._reports
+            for file in report.files
+        }
+
+    @cached_property
+    def tensors(self) -> dict[str, StoredTensor]:
+        shards: dict[str, list[StoredShard]] = {}
+        kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for report, index in self._reports:
+            names = [file.name for file in report.files]
+            for row in index.tensors:
+                kind = kinds.setdefault(row.name, (row.dtype, row.shape))
+                if kind != (row.dtype, row.shape):
+                    path = os.path.join(self.directory, MANIFEST_NAME)
+                    raise CheckpointCorrupt(f"{path}: reports disagree on {row.name}", path=path, tensor=row.name)
+                box = Box(row.offsets, row.sizes)
+                shards.setdefault(row.name, []).append(
+                    StoredShard(box, names[row.file], row.payload_offset, row.nbytes)
+                )
+        return {name: StoredTensor(name, dtype, shape, tuple(shards[name])) for name, (dtype, shape) in kinds.items()}
+
+    @cached_property
+    def objects(self) -> dict[str, StoredObject]:
+        return {
+            row.name: StoredObject(row.name, report.files[row.file].name, row.offset, row.capacity)
+            for report, index in self._reports
+            for row in index.objects
+        }
+
+    @cached_property
+    def paths(self) -> dict[str, tuple[PathItem, ...]]:
+        found = {row.name: row.path for _, index in self._reports for row in index.tensors}
+        found.update((row.name, row.path) for _, index in self._reports for row in index.objects)
+        return found
+
+    def check_listing(self) -> list[HoldfastError]:
+        problems: list[HoldfastError] = []
+        for file in self.manifest.files:
+            path = os.path.join(self.directory, file.name)
+            try:
+                data = read_small(path, limit=file.size, committed=True)
+                if len(data) != file.size or xxh3_128(data) != file.digest:
+                    problems.append(
+                        CheckpointCorrupt(
+                            f"{path} doesn't match the digest it was committed with",
+                            path=path,
+                            byte_range=(0, len(data)),
+                        )
+                    )
+            except (CheckpointCorrupt, StorageError) as error:
+                problems.append(error)
+        known = {MANIFEST_NAME, *self.files, *(line.name for line in self.manifest.reports)}
+        known.update(file.name for file in self.manifest.files)
+        try:
+            problems.extend(
+                CheckpointCorrupt(
+                    f"{os.path.join(self.directory, name)} is in the checkpoint but was not committed with it",
+                    path=os.path.join(self.directory, name),
+                )
+                for name in sorted(set(os.listdir(self.directory)) - known)
+            )
+        except OSError as error:
+            problems.append(refused(self.directory, error))
+        return problems
+
+    def open_files(self, *, verify: bool) -> FileSet:
+        rows: dict[str, list[tuple[int, int, str]]] = {}
+        for report, index in self._reports:
+            names = [file.name for file in report.files]
+            for tensor in index.tensors:
+                rows.setdefault(names[tensor.file], []).append((tensor.record_offset, tensor.record_end, tensor.name))
+            for kept in index.objects:
+                rows.setdefault(names[kept.file], []).append((kept.offset, kept.offset + kept.capacity, kept.name))
+        return FileSet(self.directory, self.files, verify=verify, threads=READ_THREADS, blame=Blamer(rows))
+
+    def read_foreign(self, files: FileSet, plan: ReadPlan, destinations: Sequence[Destination]) -> None:
+        raise AssertionError("a Holdfast checkpoint is read by extents")
+
+
+def open_source(path: str) -> Source:
+    """The checkpoint at ``path``; where that is a manager's root, its newest step.
+
+    Raises `CheckpointNotFound`, `CheckpointCorrupt`, `ConfigError` for a path that can't be one.
+    """
+    from holdfast.foreign import find_foreign
+
+    if "://" in path:
+        raise ConfigError(f"{path}: object stores are not in this release; give a directory", field="path")
+    directory = os.path.abspath(path)
+    if os.path.isfile(directory):
+        raise ConfigError(f"{directory} is a file; a checkpoint is a directory", field="path")
+    if os.path.lexists(os.path.join(directory, MANIFEST_NAME)):
+        return open_holdfast(directory)
+    if foreign := find_foreign(directory):
+        return foreign
+    steps = published_steps(directory)
+    if steps:
+        return open_holdfast(os.path.join(directory, steps[-1][1]))
+    raise CheckpointNotFound(
+        f"no checkpoint at {directory}: it has neither {MANIFEST_NAME} nor {METADATA_NAME}, nor published steps below"
+        + ("" if os.path.isdir(directory) else " (it doesn't exist)"),
+        path=directory,
+    )
+
+
+def open_holdfast(directory: str) -> HoldfastSource:
+    """The Holdfast checkpoint in ``directory``. Raises `CheckpointNotFound` where there is no manifest."""
+    path = os.path.join(directory, MANIFEST_NAME)
+    return HoldfastSource(directory, decode_manifest(read_small(path, limit=MANIFEST_BYTES_MAX), path=path))
+
+
+def published_steps(root: str) -> list[tuple[int, str]]:
+    """(step, directory name) of every checkpoint below ``root``, oldest step first, by their manifests."""
+    try:
+        names = [name for name in os.listdir(root) if not name.startswith(".")]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise refused(root, error) from error
+    found = []
+    for name in names:
+        if os.path.isfile(os.path.join(root, name, MANIFEST_NAME)):
+            step = open_holdfast(os.path.join(root, name)).step
+            if step is not None:
+                found.append((step, name))
+    return sorted(found)
+
+
+def read_small(path: str, *, limit: int, committed: bool = False) -> bytes:
+    """A file of at most ``limit`` bytes, whole (one byte more, if there is more). Links are not followed."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError as error:
+        if committed:
+            raise CheckpointCorrupt(f"{path} is missing; it was committed with the checkpoint", path=path) from error
+        raise CheckpointNotFound(f"{path} doesn't exist: there is no checkpoint here", path=path) from error
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise CheckpointCorrupt(f"{path} is a symbolic link; checkpoints hold plain files", path=path) from error
+        raise refused(path, error) from error
+    try:
+        with os.fdopen(fd, "rb") as file:
+            return file.read(limit + 1)
+    except OSError as error:
+        raise refused(path, error) from error
+
+
+def refused(path: str, error: OSError) -> StorageError:
+    """What the operating system refused, as ours."""
+    return StorageError(
+        f"{path} could not be read: {error.strerror}; check the path and its permissions", path=path, errno=error.errno
+    )
