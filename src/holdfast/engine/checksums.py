@@ -82,7 +82,10 @@ def compile_plan(plan: AddPlan, *, unit_bytes: int = UNIT_BYTES) -> WritePlan:
 
     units: list[Unit] = []
     first, done = 0, 0
-    for file in sorted(range(len(plan.files)), key=lambda index: plan.files[index].image_offset):
+    by_place = sorted(
+        range(len(plan.files)), key=lambda index: (plan.files[index].image_offset, plan.files[index].size)
+    )
+    for file in by_place:
         row = plan.files[file]
         if row.image_offset < done or row.size < 0:
             raise ValueError(f"file {row.name} overlaps another at byte {row.image_offset} of the image")
@@ -155,7 +158,7 @@ def _cut(
     unit_bytes: int,
     units: list[Unit],
 ) -> int:
-    """Append the units of one file, whose tensors ``order`` has from ``first`` on; returns where the next file's begin."""
+    """Append the units of one file, whose tensors ``order`` has from ``first`` on; returns the first beyond it."""
     end = row.image_offset + row.size
     start, done, at = row.image_offset, row.image_offset, first
     while at < len(order) and (offset := offsets[order[at]]) < end:

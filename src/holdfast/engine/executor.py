@@ -318,7 +318,11 @@ def write_files(
     if progress.stopped:
         raise Stopped
     if run.failure is not None:
-        raise run.failure
+        failure, run.failure = run.failure, None
+        try:
+            raise failure
+        finally:
+            del failure  # or its traceback would keep itself, and the image, alive
     return Written(
         files=tuple(
             ReportFile(file.name, file.size, bytes(sums))

@@ -1,0 +1,223 @@
+"""Who wins when a cancel, the trainer's word and a slow file system meet; and how an attempt ends otherwise."""
+
+import errno
+import os
+import threading
+import time
+
+import pytest
+
+from holdfast.engine import messages
+from holdfast.engine.attempt import Attempt, Job
+from holdfast.engine.calls import SystemCalls
+from holdfast.engine.checksums import compile_plan
+from holdfast.engine.executor import WriteOptions
+from holdfast.storage.lease import observe
+from holdfast.testing.engine import LEASE_NAME, REPORT_NAME, Sample
+
+
+class Gated(SystemCalls):
+    """Holds up one kind of call until it is let go."""
+
+    def __init__(self, call):
+        self.call = call
+        self.reached = threading.Event()
+        self.open = threading.Event()
+
+    def _gate(self, call):
+        if call == self.call:
+            self.reached.set()
+            assert self.open.wait(10)
+
+    def pwrite(self, fd, data, offset):
+        self._gate("pwrite")
+        return super().pwrite(fd, data, offset)
+
+    def rename(self, dir_fd, source, target):
+        self._gate("rename")
+        super().rename(dir_fd, source, target)
+
+
+class Bench:
+    """One attempt with what it says."""
+
+    def __init__(self, tmp_path, sample, calls):
+        self.path = tmp_path
+        self.said = []
+        self.news = threading.Condition()
+        persist = messages.Persist("t1", 1, 1, 7, 0, 1, REPORT_NAME, LEASE_NAME)
+        job = Job(
+            persist,
+            os.open(tmp_path, os.O_RDONLY),
+            sample.view,
+            lambda: compile_plan(sample.plan),
+            b"an index",
+            WriteOptions(),
+        )
+        self.attempt = Attempt(job, self._post, calls)
+        self.attempt.start()
+
+    def _post(self, message):
+        with self.news:
+            self.said.append(message)
+            self.news.notify_all()
+
+    def wait(self, kind):
+        with self.news:
+            assert self.news.wait_for(lambda: any(isinstance(item, kind) for item in self.said), 10), self.said
+            return next(item for item in self.said if isinstance(item, kind))
+
+    def wait_gone(self):
+        for _ in range(500):
+            if not any(thread.name.startswith("holdfast") for thread in threading.enumerate()):
+                return
+            time.sleep(0.01)
+        raise AssertionError(threading.enumerate())
+
+
+@pytest.fixture(scope="module")
+def sample():
+    sample = Sample([1 << 20, 8192])
+    yield sample
+    sample.close()
+
+
+@pytest.fixture
+def start(tmp_path, sample):
+    fds = len(os.listdir("/proc/self/fd"))
+    benches = []
+
+    def begin(calls=None):
+        benches.append(Bench(tmp_path, sample, calls or SystemCalls()))
+        return benches[-1]
+
+    yield begin
+    for bench in benches:
+        bench.attempt.cancel()
+        bench.wait_gone()
+    assert len(os.listdir("/proc/self/fd")) == fds
+
+
+def test_it_reports_after_the_word_and_not_before(start, sample, tmp_path):
+    bench = start()
+    persisted = bench.wait(messages.Persisted)
+    assert persisted.nbytes == sample.nbytes
+    sample.check_files(tmp_path)
+    state = observe(str(tmp_path), LEASE_NAME)
+    assert state.flock_free is False
+    assert state.record.pid == os.getpid()
+    assert not bench.attempt.ended
+    assert not (tmp_path / REPORT_NAME).exists()
+    bench.attempt.verify()
+    reported = bench.wait(messages.Reported)
+    report = sample.check(tmp_path)
+    assert (report.attempt, report.step, report.rank, report.world) == ("t1", 7, 0, 1)
+    assert reported.size == (tmp_path / REPORT_NAME).stat().st_size
+    assert sorted(os.listdir(tmp_path)) == ["__0_0.distcp", "__0_1.distcp", REPORT_NAME]
+    assert bench.attempt.ended
+
+
+def test_the_word_may_come_early(start):
+    bench = start()
+    bench.attempt.verify()
+    bench.wait(messages.Reported)
+    assert [type(item) for item in bench.said] == [messages.Persisted, messages.Reported]
+
+
+def test_the_lease_beats(start, tmp_path):
+    bench = start()
+    bench.wait(messages.Persisted)
+    first = observe(str(tmp_path), LEASE_NAME)
+    time.sleep(3 * messages.BEAT_S)
+    assert observe(str(tmp_path), LEASE_NAME).record.counter > first.record.counter
+
+
+def test_a_cancel_while_a_write_hangs_is_settled_at_once(start, tmp_path):
+    calls = Gated("pwrite")
+    bench = start(calls)
+    assert calls.reached.wait(10)
+    started = time.monotonic()
+    assert bench.attempt.cancel() is True
+    assert time.monotonic() - started < 1
+    bench.attempt.verify()
+    calls.open.set()
+    bench.wait_gone()
+    assert not (tmp_path / REPORT_NAME).exists()
+    assert bench.said == []  # the control thread answers
+
+
+def test_a_cancel_before_the_word_leaves_no_report(start, tmp_path):
+    bench = start()
+    bench.wait(messages.Persisted)
+    assert bench.attempt.cancel() is True
+    bench.wait_gone()
+    assert REPORT_NAME not in os.listdir(tmp_path)
+    assert LEASE_NAME not in os.listdir(tmp_path)
+
+
+def test_a_cancel_while_the_report_is_put_in_place_takes_it_back(start, tmp_path):
+    calls = Gated("rename")
+    bench = start(calls)
+    bench.attempt.verify()
+    assert calls.reached.wait(10)
+    assert bench.attempt.cancel() is False
+    assert messages.Cancelled("t1") not in bench.said
+    calls.open.set()
+    bench.wait(messages.Cancelled)
+    assert not (tmp_path / REPORT_NAME).exists()
+    assert not any(isinstance(item, messages.Reported) for item in bench.said)
+
+
+def test_a_report_that_can_not_be_taken_back_is_said_to_stand(start, tmp_path):
+    class Sticky(Gated):
+        def unlink(self, dir_fd, name):
+            raise OSError(errno.EIO, "no")
+
+    calls = Sticky("rename")
+    bench = start(calls)
+    bench.attempt.verify()
+    assert calls.reached.wait(10)
+    assert bench.attempt.cancel() is False
+    calls.open.set()
+    bench.wait(messages.Cancelled)
+    assert [type(item) for item in bench.said] == [messages.Persisted, messages.Reported, messages.Cancelled]
+    assert (tmp_path / REPORT_NAME).exists()
+
+
+def test_a_report_that_is_not_durable_does_not_stay(start, tmp_path):
+    class Unsure(SystemCalls):
+        renamed = False
+
+        def rename(self, dir_fd, source, target):
+            super().rename(dir_fd, source, target)
+            self.renamed = True
+
+        def fsync_dir(self, fd):
+            if self.renamed:
+                self.renamed = False
+                raise OSError(errno.EIO, "gone")
+            super().fsync_dir(fd)
+
+    bench = start(Unsure())
+    bench.attempt.verify()
+    assert bench.wait(messages.Failed).errno == errno.EIO
+    assert not (tmp_path / REPORT_NAME).exists()
+
+
+def test_a_directory_that_can_not_be_written_is_a_failure(start, tmp_path):
+    (tmp_path / f".{LEASE_NAME}.new").write_bytes(b"")
+    bench = start()
+    failed = bench.wait(messages.Failed)
+    assert failed.errno == errno.EEXIST
+    assert str(tmp_path) in failed.path
+
+
+def test_an_error_of_ours_is_a_failure_too(start):
+    class Broken(SystemCalls):
+        def pwrite(self, fd, data, offset):
+            raise ZeroDivisionError("a bug")
+
+    bench = start(Broken())
+    failed = bench.wait(messages.Failed)
+    assert failed.errno is None
+    assert "ZeroDivisionError: a bug" in failed.detail
