@@ -54,10 +54,12 @@ class Collected(msgspec.Struct, frozen=True, eq=False):
     tensors: tuple[TensorEntry, ...]
     objects: tuple[ObjectEntry, ...]
     unchanged: bool
-    """Names, order, shapes, dtypes and placements are those of the tree's previous `Collected`; values and the tensor
-    objects themselves may be others."""
+    """Names, order, shapes, dtypes, placements, and the lazily staged tensor objects themselves, are those of the
+    tree's previous `Collected`: who kept those may go on using them. All else is to be taken from here each time."""
     fingerprint: int
     """Equal for two collections of one tree exactly when everything between them was ``unchanged``."""
+    group_ranks: tuple[int, ...]
+    """Global ranks of the saving group, in group order."""
 
 
 def joined(path: Path) -> str:

@@ -21,16 +21,13 @@ if TYPE_CHECKING:
 _REPLICATE = Placement("replicate")
 
 
-def structure_of(
-    collected: Collected, capacities: Mapping[str, int], *, group_ranks: Sequence[int] | None = None
-) -> Structure:
+def structure_of(collected: Collected, capacities: Mapping[str, int]) -> Structure:
     """The structure of ``collected``; ``capacities`` gives the record bytes of each object by name.
 
-    ``group_ranks`` are the global ranks of the saving group in group order; None stands for the default group.
     Raises `ConfigError` naming the tensor for a placement that can't be stored, `KeyError` for an object that has no
     capacity.
     """
-    layouts = LayoutTable(group_ranks)
+    layouts = LayoutTable(collected.group_ranks)
     tensors = [
         TensorSpec(
             entry.name,

@@ -37,6 +37,7 @@ from holdfast.state.entries import (
     check_tensor,
     is_large,
     joined,
+    same_objects,
 )
 from holdfast.state.flatten import check_depth, flatten, flatten_exactly, is_entered, item_path
 from holdfast.state.loading import LoadBuilder, Loading, StoredInfo
@@ -93,7 +94,20 @@ class StateTree:
         self._static: tuple[TensorEntry, ...] = ()
         self._static_order: tuple[Path, ...] = ()
         self._described: list[tuple[Any, ...]] | None = None
+        self._lazy: list[TensorEntry] = []
+        self._modules_only = False
         self._fingerprint = 0
+
+    def modules_only(self) -> StateTree:
+        """A tree of the same state that sees only top-level modules: for saves that hold the model and nothing else.
+
+        Raises `ConfigError` if the state has no module.
+        """
+        tree = StateTree(self._state, rank=self.rank, world=self.world, group_ranks=self.group_ranks)
+        tree._modules_only = True
+        if next(tree._parts(), None) is None:
+            raise ConfigError("the state has no module at its top level: there is no model to save", field="state")
+        return tree
 
     # collecting ----------------------------------------------------------------------------------------------
 
@@ -104,24 +118,25 @@ class StateTree:
         """
         parts, stands = self._refresh()
         if not stands:
+            known, described = self._static, self._described
             self._static = tuple(
                 entry for part in parts if isinstance(part, ModuleSource | OptimizerSource) for entry in part.tensors
             )
-            # Other tensors needn't mean another structure: a parameter may have been replaced by one just like it.
-            described = list(map(_describe, self._static))
-            stands = described == self._described
-            self._described = described
+            # A second walk may well find the same: optimizer state that is nested is walked every time.
+            self._described = list(map(_describe, self._static))
+            stands = self._described == described and _same_tensors(known, self._static)
         sink = _Sink()
         for part in parts:
             _emit_values(part, sink)
         tensors = self._static + tuple(sink.tensors) if sink.tensors else self._static
         signature = (list(map(_describe, sink.tensors)), [entry.name for entry in sink.objects])
-        unchanged = stands and signature == self._signature
+        lazy = [entry for entry in sink.tensors if entry.lazy]
+        unchanged = stands and signature == self._signature and _same_tensors(lazy, self._lazy)
         if not unchanged:
             _check_names(tensors, sink.objects)
             self._fingerprint += 1
-            self._signature = signature
-        return Collected(tensors, tuple(sink.objects), unchanged, self._fingerprint)
+            self._signature, self._lazy = signature, lazy
+        return Collected(tensors, tuple(sink.objects), unchanged, self._fingerprint, self.group_ranks)
 
     def _refresh(self) -> tuple[list[Part], bool]:
         """All parts of the state, modules and optimizers brought up to date; and whether those stand as they were."""
@@ -143,6 +158,8 @@ class StateTree:
 
     def _parts(self) -> Iterator[Part]:
         for key, value in self._state.items():
+            if self._modules_only and _as_modules(value.value if isinstance(value, PerRank) else value) is None:
+                continue
             yield from self._walk(item_path((), key), value, holder=self._state, key=key)
         if self._rng is not None and AUTO_RNG_KEY not in self._state:
             yield StatefulPart((AUTO_RNG_KEY, PER_RANK), self._rng, optional=True)
@@ -179,13 +196,13 @@ class StateTree:
 
     def _module_source(self, path: Path, modules: tuple[nn.Module, ...]) -> ModuleSource:
         known = self._sources.get(path)
-        if isinstance(known, ModuleSource) and _same(known.modules, modules):
+        if isinstance(known, ModuleSource) and same_objects(known.modules, modules):
             return known
         return ModuleSource(path, modules)
 
     def _optimizer_source(self, path: Path, optimizers: tuple[Optimizer, ...]) -> OptimizerSource:
         known = self._sources.get(path)
-        if isinstance(known, OptimizerSource) and _same(known.optimizers, optimizers):
+        if isinstance(known, OptimizerSource) and same_objects(known.optimizers, optimizers):
             return known
         return OptimizerSource(path, optimizers)
 
@@ -275,6 +292,10 @@ def _describe(entry: TensorEntry) -> tuple[Any, ...]:
     return entry.name, tensor.shape, tensor.dtype
 
 
+def _same_tensors(left: Sequence[TensorEntry], right: Sequence[TensorEntry]) -> bool:
+    return same_objects([entry.tensor for entry in left], [entry.tensor for entry in right])
+
+
 def _check_names(tensors: Sequence[TensorEntry], objects: Sequence[ObjectEntry]) -> None:
     seen: set[str] = set()
     for name in (entry.name for group in (tensors, objects) for entry in group):
@@ -308,7 +329,3 @@ def _is_rank_own(path: Path, value: object) -> bool:
         return True
     words = f"{path[-1]} {type(value).__name__}".lower()
     return "dataloader" in words or "data_loader" in words
-
-
-def _same(left: tuple[object, ...], right: tuple[object, ...]) -> bool:
-    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
