@@ -252,7 +252,7 @@ def test_a_throttle_spaces_its_bookings():
 
 def test_a_report_is_there_whole(directory, tmp_path):
     data = os.urandom(100_000)
-    size, digest = write_report(directory, "r.report", data)
+    size, digest = write_report(directory, "r.report", [data[:5], b"", data[5:]])
     assert (size, digest) == (len(data), xxhash.xxh3_128_hexdigest(data))
     assert os.listdir(tmp_path) == ["r.report"]
     assert (tmp_path / "r.report").read_bytes() == data
@@ -261,12 +261,12 @@ def test_a_report_is_there_whole(directory, tmp_path):
 @pytest.mark.parametrize("call", ["create", "pwrite", "fsync", "rename"])
 def test_a_report_that_fails_is_not_there(directory, tmp_path, call):
     with pytest.raises(StorageError) as caught:
-        write_report(directory, "r.report", b"x" * 5000, calls=Faulty(**{call: errno.EIO}))
+        write_report(directory, "r.report", [b"x" * 5000], calls=Faulty(**{call: errno.EIO}))
     assert caught.value.path == str(tmp_path / "r.report")
     assert not (tmp_path / "r.report").exists()
 
 
 def test_a_report_that_may_not_be_published_is_not(directory, tmp_path):
     with pytest.raises(Stopped):
-        write_report(directory, "r.report", b"x", may_publish=lambda: False)
+        write_report(directory, "r.report", [b"x"], may_publish=lambda: False)
     assert os.listdir(tmp_path) == []

@@ -174,10 +174,10 @@ class Attempt:
             self._phase = Phase.PERSISTED
         self._post(messages.Persisted(self.name, written.nbytes, written.seconds, written.direct))
         self._verified.wait()
-        data = self._render(written)
+        parts = self._render(written)
         try:
             size, digest = write_report(
-                job.dir_fd, persist.report_name, data, may_publish=self._begin_report, calls=self._calls
+                job.dir_fd, persist.report_name, parts, may_publish=self._begin_report, calls=self._calls
             )
         except StorageError:
             # It may have its name and not be durable: a rank that says "failed" leaves no report behind.
@@ -207,9 +207,9 @@ class Attempt:
             return False
         return True
 
-    def _render(self, written: Written) -> bytes:
+    def _render(self, written: Written) -> tuple[bytes, bytes, bytes]:
         persist = self._job.persist
-        return manifest.encode_report(
+        return manifest.report_parts(
             manifest.Report(
                 attempt=persist.attempt,
                 step=persist.step,

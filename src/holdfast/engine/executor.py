@@ -32,7 +32,7 @@ from holdfast.errors import StorageError
 from holdfast.format.manifest import ReportFile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 CHUNK_BYTES: Final = 8 << 20
 BLOCK_BYTES: Final = 4096
@@ -338,28 +338,32 @@ def write_files(
 def write_report(
     dir_fd: int,
     name: str,
-    data: bytes,
+    parts: Sequence[bytes],
     *,
     may_publish: Callable[[], bool] = lambda: True,
     calls: Calls = SYSTEM,
 ) -> tuple[int, str]:
-    """Make ``data`` durable as the report ``name`` in the directory ``dir_fd``; returns its size and xxh3_128 digest.
+    """Make ``parts``, joined, durable as the report ``name`` in the directory ``dir_fd``.
 
-    ``may_publish`` is asked once, when all that is left is to give the file its name; False raises `Stopped` and
+    Returns its size in bytes and its xxh3_128 digest, hexadecimal. ``may_publish`` is asked once, when all that is left is to give the file its name; False raises `Stopped` and
     leaves no report. Raises `StorageError`: then there may be a report only if giving the name was what failed to
     become durable.
     """
     fresh = f".{name}.new"
+    size, digest = 0, xxhash.xxh3_128()
     try:
         check_name(name)
         fd = calls.create(dir_fd, fresh, direct=False)
         try:
-            view, done = memoryview(data), 0
-            while done < len(view):
-                count = calls.pwrite(fd, view[done:], done)
-                if count <= 0:
-                    raise OSError(errno.EIO, f"the system wrote {count} bytes and named no error")
-                done += count
+            for part in parts:
+                digest.update(part)
+                left = memoryview(part)
+                while left:
+                    count = calls.pwrite(fd, left, size)
+                    if count <= 0:
+                        raise OSError(errno.EIO, f"the system wrote {count} bytes and named no error")
+                    size += count
+                    left = left[count:]
             calls.fsync(fd)
         finally:
             calls.close(fd)
@@ -375,7 +379,7 @@ def write_report(
             path=path,
             errno=error.errno,
         ) from error
-    return len(data), xxhash.xxh3_128_hexdigest(data)
+    return size, digest.hexdigest()
 
 
 def _run_threads(run: _Execution) -> None:

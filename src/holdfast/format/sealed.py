@@ -32,9 +32,22 @@ def xxh3_128(data: bytes | bytearray | memoryview) -> str:
 
 def seal(magic: bytes, version: int, content: bytes) -> bytes:
     """``content`` between magic and digest."""
+    head = seal_head(magic, version)
+    return b"".join((head, content, seal_tail(head, content)))
+
+
+def seal_head(magic: bytes, version: int) -> bytes:
+    """What a seal puts before the content."""
     assert len(magic) == 7
-    body = magic + bytes((version,)) + content
-    return body + xxhash.xxh3_128_digest(body)
+    return magic + bytes((version,))
+
+
+def seal_tail(*before: bytes) -> bytes:
+    """What a seal puts behind ``before``: everything from the head on, in parts."""
+    digest = xxhash.xxh3_128()
+    for part in before:
+        digest.update(part)
+    return digest.digest()
 
 
 def unseal(magic: bytes, version: int, data: bytes | memoryview, *, what: str, path: str) -> memoryview:
