@@ -366,9 +366,10 @@ def test_a_lazy_tensor_replaced_by_one_like_it_is_a_change() -> None:
 
 def test_modules_only() -> None:
     model, optimizer = trained()
-    tree = one_rank({"model": model, "optimizer": optimizer, "n": 1}, auto_rng=True).modules_only()
-    collected = tree.collect()
-    assert {entry.name for entry in collected.tensors} == {f"model.{name}" for name in model.state_dict()}
+    state = {"model": model, "optimizer": optimizer, "app": {"net": nn.Linear(1, 1), "n": 1}}
+    collected = one_rank(state, auto_rng=True).modules_only().collect()
+    expected = {f"model.{name}" for name in model.state_dict()} | {"app.net.weight", "app.net.bias"}
+    assert {entry.name for entry in collected.tensors} == expected
     assert collected.objects == ()
     with pytest.raises(ConfigError, match="no module"):
         one_rank({"n": 1}).modules_only()

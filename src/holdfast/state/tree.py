@@ -99,14 +99,14 @@ class StateTree:
         self._fingerprint = 0
 
     def modules_only(self) -> StateTree:
-        """A tree of the same state that sees only top-level modules: for saves that hold the model and nothing else.
+        """A tree of the same state that sees only its modules: for saves that hold the model and nothing else.
 
         Raises `ConfigError` if the state has no module.
         """
         tree = StateTree(self._state, rank=self.rank, world=self.world, group_ranks=self.group_ranks)
         tree._modules_only = True
         if next(tree._parts(), None) is None:
-            raise ConfigError("the state has no module at its top level: there is no model to save", field="state")
+            raise ConfigError("the state has no module: there is no model to save", field="state")
         return tree
 
     # collecting ----------------------------------------------------------------------------------------------
@@ -158,9 +158,9 @@ class StateTree:
 
     def _parts(self) -> Iterator[Part]:
         for key, value in self._state.items():
-            if self._modules_only and _as_modules(value.value if isinstance(value, PerRank) else value) is None:
-                continue
-            yield from self._walk(item_path((), key), value, holder=self._state, key=key)
+            for part in self._walk(item_path((), key), value, holder=self._state, key=key):
+                if isinstance(part, ModuleSource) or not self._modules_only:
+                    yield part
         if self._rng is not None and AUTO_RNG_KEY not in self._state:
             yield StatefulPart((AUTO_RNG_KEY, PER_RANK), self._rng, optional=True)
 
