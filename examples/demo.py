@@ -218,12 +218,14 @@ def plot(path: Path, a: dict[int, list[str]], pieces: list[dict[int, str]], kill
     figure, axes = plt.subplots(figsize=(9, 4.8), layout="constrained")
     steps = sorted(a)
     axes.plot(
-        steps, [float.fromhex(a[step][0]) for step in steps], color="0.8", linewidth=8, label="A: never interrupted"
+        steps, [float.fromhex(a[step][0]) for step in steps], color="0.85", linewidth=11, label="A: never interrupted"
     )
-    for number, (piece, color) in enumerate(zip(pieces, ("tab:blue", "tab:orange", "tab:green"), strict=True), 1):
-        shift = sorted(piece)
-        values = [float.fromhex(piece[step]) for step in shift]
-        axes.plot(shift, values, color=color, marker="o", markersize=3, linewidth=1.5, label=f"B, start {number}")
+    # Later pieces are drawn thinner, so that steps made twice show both.
+    looks = zip(pieces, ("tab:blue", "tab:orange", "tab:green"), (5.0, 3.0, 1.2), strict=True)
+    for number, (piece, color, width) in enumerate(looks, 1):
+        made = sorted(piece)
+        values = [float.fromhex(piece[step]) for step in made]
+        axes.plot(made, values, color=color, linewidth=width, label=f"B, start {number}")
     low, high = axes.get_ylim()
     for kill in kills:
         what = "job and engines" if kill.engines_too else "job"
@@ -237,7 +239,7 @@ def plot(path: Path, a: dict[int, list[str]], pieces: list[dict[int, str]], kill
             color="crimson",
         )
     axes.set(xlabel="step", ylabel="loss", title="Killed in the middle of a save, twice: the same curve, bit for bit")
-    axes.legend(loc="lower left", frameon=False)
+    axes.legend(loc="center right", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
     plt.close(figure)
