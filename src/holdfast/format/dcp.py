@@ -131,7 +131,7 @@ _WORDS: Final = (
     ("torch\nSize\n", "Size"),
 )
 _FIELDS: Final = (
-    *("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"),
+    *("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "modules", "version"),
     *("properties", "size", "chunks", "offsets", "sizes", "fqn", "index", "offset", "relative_path", "length"),
 )
 
@@ -174,7 +174,8 @@ _THEN_OFFSET: Final = _AT["offset"]
 _THEN_PLACE: Final = b"ub" + _object("_StorageInfo", "relative_path")
 _THEN_PLACE_OFFSET: Final = _AT["offset"]
 _THEN_LENGTH: Final = _AT["length"]
-_THEN_STORAGE_META: Final = b"u" + _AT["storage_meta"] + _AT["StorageMeta"] + b")\x81" + _AT["version"]
+_STORAGE_META: Final = _AT["StorageMeta"] + b")\x81}" + _AT["modules"] + b"]sb"
+_THEN_STORAGE_META: Final = b"u" + _AT["storage_meta"] + _STORAGE_META + _AT["version"]
 # dtype before it; then layout, requires_grad, memory format, pin_memory: what TensorProperties.__setstate__ takes
 _THEN_LAYOUT: Final = b"ctorch.serialization\n_get_layout\n" + _unicode("torch.strided") + b"\x85R"
 _PROPERTIES_REST: Final = _THEN_LAYOUT + b"\x89" + _AT["_MEM_FORMAT_ENCODING"] + b"K\x00\x85R\x89tb"

@@ -301,7 +301,8 @@ def _names() -> dict[str, Any]:
     names: dict[str, Any] = {
         f"{module}.{name}": kind for module in ("builtins", "__builtin__") for name, kind in builtin.items()
     }
-    names["__builtin__.xrange"] = range  # what protocol 2 calls it
+    # What protocol 2 calls these, after Python 2.
+    names |= {"__builtin__.xrange": range, "__builtin__.long": int, "__builtin__.unicode": str}
     names |= {f"collections.{kind.__name__}": kind for kind in (OrderedDict, Counter, defaultdict, deque)}
     names["_codecs.encode"] = _encode
     names |= {"numpy.dtype": np.dtype, "numpy.ndarray": np.ndarray}

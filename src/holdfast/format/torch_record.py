@@ -65,7 +65,9 @@ class RecordShape:
 
 
 def payload_bytes(dtype: str, sizes: tuple[int, ...]) -> int:
-    """Length in bytes of a payload. Raises `ConfigError` for a dtype that records can't hold."""
+    """Length in bytes of a payload. Raises `ConfigError` for a dtype that records can't hold, or a negative size."""
+    if any(size < 0 for size in sizes):
+        raise ConfigError(f"a tensor can't have the sizes {sizes}", field="sizes")
     itemsize = ITEMSIZE.get(dtype)
     if itemsize is None:
         raise ConfigError(f"dtype {dtype!r} can't be stored; these can: {', '.join(sorted(ITEMSIZE))}", field="dtype")
