@@ -151,8 +151,8 @@ class Attempt:
 
         Rank 0 passes ``plan`` and ``prewritten``, the files known beforehand (names without ``/``), which are durable
         with the attempt directory when this returns there. Other ranks wait for that, at most ``deadlines.begin_s``,
-        and make sure that they see the same directory. ``clock`` is monotonic, in seconds; ``step`` and ``host`` are for
-        the messages of a rank that hears nothing from rank 0.
+        and make sure that they see the same directory. ``clock`` is monotonic, in seconds; ``step`` and ``host`` are
+        for messages.
 
         Raises what `AbortReason.error` gives, the same on every rank that could not begin: `CheckpointExists`,
         `ConfigError` (the root isn't shared), or `SaveFailed` with its cause.

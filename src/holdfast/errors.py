@@ -25,7 +25,9 @@ from __future__ import annotations
 from typing import Any
 
 
-def _rebuild(cls: type[HoldfastError], message: str, fields: dict[str, Any], cause: BaseException | None) -> HoldfastError:
+def _rebuild(
+    cls: type[HoldfastError], message: str, fields: dict[str, Any], cause: BaseException | None
+) -> HoldfastError:
     error = cls.__new__(cls)
     Exception.__init__(error, message)
     for name, value in fields.items():

@@ -355,8 +355,6 @@ class _Recovery:
 
     def _to_trash(self, entry: HiddenEntry, source: str) -> None:
         trash = hidden_name(entry.name, entry.attempt, "trash")
-        if self.storage.exists(trash):
-            self.storage.remove_tree(trash)
         rename_once(self.storage, source, trash)
         self.storage.sync_dir("")
         events.emit("recovery.removed", attempt=entry.attempt, path=f"{self.storage.root}/{entry.name}")

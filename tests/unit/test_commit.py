@@ -55,7 +55,11 @@ def test_a_save_is_published_whole(tmp_path, world):
     outcomes = save_on_ranks([storage] * world, 7, boards=boards, plan=plan)
     assert outcomes == [Published("step-7", plan.attempt)] * world
     assert storage.list_dir("") == ["step-7"]
-    expected = [".metadata", "holdfast.json", *(name(rank) for rank in range(world) for name in (file_name, report_name))]
+    expected = [
+        ".metadata",
+        "holdfast.json",
+        *(name(rank) for rank in range(world) for name in (file_name, report_name)),
+    ]
     assert storage.list_dir("step-7") == sorted(expected)
     manifest = read_manifest(storage, "step-7")
     assert [report.rank for report in manifest.reports] == list(range(world))
@@ -147,6 +151,54 @@ def test_overwrite_replaces_the_whole_directory():
     assert storage.list_dir("") == ["step-7"]
     assert read_manifest(storage, "step-7").step == 8
     assert report_name(1) in storage.list_dir("step-7")
+
+
+class Repeating(Stoppable):
+    """A file server that loses its answer to each rename and, asked again, answers for the second time."""
+
+    def __getattr__(self, name):
+        act = super().__getattr__(name)
+
+        def twice(*args):
+            act(*args)
+            act(*args)
+
+        return twice if name == "rename" else act
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_repeated_answer_is_no_failure(overwrite):
+    memory = MemoryStorage()
+    save(memory, LocalBoard(), 1, plan=make_plan(1, 1))
+    name = "step-1" if overwrite else "step-7"
+    plan = make_plan(7, 1, overwrite=overwrite, name=name)
+    assert save(Repeating(memory), LocalBoard(), 7, plan=plan) == Published(name, plan.attempt)
+    assert memory.list_dir("") == (["step-1"] if overwrite else ["step-1", "step-7"])
+
+
+def test_a_repeated_answer_is_no_failure_of_an_abort():
+    memory = MemoryStorage()
+
+    def fail():
+        raise refused()
+
+    assert isinstance(save(Repeating(memory), LocalBoard(), 7, plan=make_plan(7, 1), fail=fail), Aborted)
+    assert memory.list_dir("") == []
+
+
+def test_a_refused_overwrite_puts_the_old_one_back():
+    memory = MemoryStorage()
+    save(memory, LocalBoard(), 7, plan=make_plan(7, 1))
+
+    def refuse(name, *args):
+        if name == "rename" and args[0].endswith(".incomplete") and args[1] == "step-7":
+            raise refused(errno.EIO)
+
+    plan = make_plan(8, 1, overwrite=True, name="step-7")
+    outcome = save(Stoppable(memory, refuse=refuse), LocalBoard(), 8, plan=plan)
+    assert isinstance(outcome, Aborted)
+    assert memory.list_dir("") == ["step-7"]
+    assert read_manifest(memory, "step-7").step == 7
 
 
 def test_a_callback_before_publishing_votes():

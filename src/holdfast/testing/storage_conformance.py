@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 
 
 def _refusal(act: Callable[[], object]) -> StorageError:
+    caught: StorageError | None = None
     try:
         act()
     except StorageError as error:
-        assert error.path, "an error names its path"
-        assert error.path in str(error), "and says it"
-        return error
-    raise AssertionError("it should have been refused")
+        caught = error
+    assert caught is not None, "it should have been refused"
+    assert caught.path, "an error names its path"
+    assert caught.path in str(caught), "and says it"
+    return caught
 
 
 def file_is_read_back(storage: Storage) -> None:
