@@ -160,6 +160,28 @@ def test_fifty_attempts_leave_nothing_open(client, sample, tmp_path):
     assert len(set(counts)) == 1, counts
 
 
+def test_removals_that_nobody_waits_for_are_forgotten(client, tmp_path, caplog):
+    root = os.open(tmp_path, os.O_RDONLY)
+    for number in range(60):
+        (tmp_path / str(number)).mkdir()
+        client.remove(root, str(number))
+        if number % 20 == 19:
+            client.wait_removed(str(number), WAIT_S)
+    os.close(root)
+    assert os.listdir(tmp_path) == []
+    assert len(client._removals) <= 33
+    assert not caplog.records
+
+
+def test_what_can_not_be_removed_is_logged_and_told(client, tmp_path, caplog):
+    root = os.open(tmp_path, os.O_RDONLY)
+    client.remove(root, "a/b")
+    os.close(root)
+    with pytest.raises(StorageError, match="rank 0 can't remove a/b: Invalid argument"):
+        client.wait_removed("a/b", WAIT_S)
+    assert "could not remove all of a/b" in caplog.text
+
+
 def test_images_and_plans_come_and_go(client, sample, tmp_path):
     client.wait_ready(WAIT_S)
     empty = fd_count(client.pid)

@@ -14,6 +14,7 @@ All methods may be called from any thread. Images stay the caller's; a descripto
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 import time
@@ -32,8 +33,9 @@ if TYPE_CHECKING:
 
 EXIT_S: Final = 1.0
 """How long interpreter exit waits for an engine to leave; one that finishes something is left to it."""
-KEPT_ATTEMPTS: Final = 32
-"""Ended attempts whose outcome can still be asked for."""
+KEPT_OUTCOMES: Final = 32
+"""Ended attempts, and ended removals, whose outcome can still be asked for."""
+_log = logging.getLogger("holdfast.engine")
 
 
 class _Attempt:
@@ -282,18 +284,28 @@ class EngineClient:
     def remove(self, dir_fd: int, name: str) -> None:
         """Have the entry ``name`` of the directory ``dir_fd`` removed with everything in it, in the background.
 
-        Returns when the engine has been told; a dead one is started again first. Raises `EngineDied`.
+        Returns when the engine has been told; a dead one is started again first. What can't be removed is logged, and
+        told by `wait_removed`. Raises `EngineDied`.
         """
         self._check_usable()
         with self._sending:
             link = self._living_link()
             with self._changed:
+                ended = [known for known, outcome in self._removals.items() if outcome is not None]
+                for known in ended[: max(0, len(self._removals) - KEPT_OUTCOMES)]:
+                    del self._removals[known]
                 self._removals[name] = None
             try:
                 self._send(link, messages.Remove(name), (dir_fd,))
             except EngineDied:
                 self._removals.pop(name, None)
                 raise
+
+    def wait_removals(self, timeout_s: float) -> None:
+        """Wait until every `remove` has ended, well or not. Raises `DeadlineExceeded`."""
+        self._wait(
+            lambda: None not in self._removals.values(), lambda: None, "the engine to finish its removals", timeout_s
+        )
 
     def wait_removed(self, name: str, timeout_s: float) -> None:
         """Wait for the end of a `remove`; what could not be removed stays for a later one.
@@ -352,6 +364,9 @@ class EngineClient:
             if isinstance(message, messages.Removed):
                 if message.name in self._removals:
                     self._removals[message.name] = message
+                if message.errno is not None:
+                    what = os.strerror(message.errno)
+                    _log.warning("rank %d could not remove all of %s: %s", self.rank, message.name, what)
             elif not isinstance(message, messages.Ready):
                 record = self._attempts.get(message.attempt)
                 if record is not None and record.link is link:
@@ -407,7 +422,7 @@ class EngineClient:
 
     def _forget_old(self) -> None:
         ended = [name for name, record in self._attempts.items() if not record.in_work]
-        for name in ended[: max(0, len(self._attempts) - KEPT_ATTEMPTS)]:
+        for name in ended[: max(0, len(self._attempts) - KEPT_OUTCOMES)]:
             del self._attempts[name]
 
     def _new_id(self) -> int:

@@ -345,9 +345,9 @@ def write_report(
 ) -> tuple[int, str]:
     """Make ``parts``, joined, durable as the report ``name`` in the directory ``dir_fd``.
 
-    Returns its size in bytes and its xxh3_128 digest, hexadecimal. ``may_publish`` is asked once, when all that is left is to give the file its name; False raises `Stopped` and
-    leaves no report. Raises `StorageError`: then there may be a report only if giving the name was what failed to
-    become durable.
+    Returns its size in bytes and its xxh3_128 digest, hexadecimal. ``may_publish`` is asked once, when all that is left
+    is to give the file its name; False raises `Stopped` and leaves no report. Raises `StorageError`: then there may be
+    a report only if giving the name was what failed to become durable.
     """
     fresh = f".{name}.new"
     size, digest = 0, xxhash.xxh3_128()
