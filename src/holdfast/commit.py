@@ -2,16 +2,7 @@
 
 The durable reports are the ranks' yes; the board only carries the news. The outcome is one key, set once by
 `compare_set`: COMMIT by the coordinator (rank 0) when every report is in and covers the plan, ABORT with its root cause
-by anyone. The states and who may take which edge are in ``transitions``.
-
-What stands on the board under an attempt's key:
-
-    begin            by rank 0: where to write, or why it could not begin
-    report/7         by rank 7: its line of the manifest
-    reported, wake   how many have reported; that there is something to decide
-    outcome          COMMIT or ABORT(reason): whoever is first
-    end              by rank 0: Published, Aborted or InDoubt, when that is durable
-    left             how many have read the end; the last one clears the board
+by anyone. The states and who may take which edge are in ``transitions``, what the ranks tell each other in ``news``.
 
 Guarantees: no rank is told of a failure while another is told of success, or while the next start could still roll
 the attempt forward. Failure is announced once the attempt is in the trash, durably, or once it is certain that one
@@ -52,6 +43,7 @@ from holdfast.format.manifest import (
     encode_manifest,
     report_name,
 )
+from holdfast.news import Begun, CommitVote, End, News
 from holdfast.outcome import Aborted, AbortReason, InDoubt, Outcome, Published
 from holdfast.publish import clear_scaffolding, find_gap, finish_manifest, note_overwritten, publish, rename_once
 from holdfast.root import attempt_at, hidden_name, is_occupied
@@ -83,27 +75,6 @@ class Deadlines:
     commit_s: float
 
 
-class _CommitVote(msgspec.Struct, frozen=True, tag="commit"):
-    """What the outcome key holds when the coordinator was first."""
-
-
-class _Begun(msgspec.Struct, frozen=True, tag="begun"):
-    attempt: str
-    name: str
-    step: int | None
-    directory: str
-    nonce: str
-    seen_at: str
-    """Where the coordinator sees it: host and path, for messages."""
-
-
-_BEGIN_NOTE: Final = msgspec.msgpack.Decoder(_Begun | AbortReason)
-_VOTE: Final = msgspec.msgpack.Decoder(_CommitVote | AbortReason)
-_END_NOTE: Final = msgspec.msgpack.Decoder(Published | Aborted | InDoubt)
-_REPORT: Final = msgspec.msgpack.Decoder(ManifestReport)
-_encode: Final = msgspec.msgpack.encode
-
-
 class Attempt:
     """One rank's view of one attempt; made by `begin`, over after `settle`.
 
@@ -118,9 +89,8 @@ class Attempt:
         self, storage: Storage, board: Board, clock: Callable[[], float], key: str, deadlines: Deadlines, host: str
     ) -> None:
         self._storage = storage
-        self._board = board
         self._clock = clock
-        self._key = key
+        self._news = News(board, key)
         self._deadlines = deadlines
         self._seen_at = f"{host}:{storage.root}" if host else storage.root
         self._actor = Actor.COORDINATOR if board.rank == 0 else Actor.FOLLOWER
@@ -174,12 +144,10 @@ class Attempt:
 
         If the board is lost the yes stands all the same; `settle` finds out what came of it.
         """
-        assert report.rank == self._board.rank
+        assert report.rank == self._news.rank
         self._move(State.REPORTED)
         try:
-            self._board.set(f"{self._key}/report/{report.rank}", _encode(report))
-            if self._board.add(f"{self._key}/reported") == self._board.world:
-                self._wake()
+            self._news.tell_report(report)
         except BoardLost as error:
             _log.warning("rank %d could not post its report: %s", report.rank, error)
 
@@ -190,18 +158,16 @@ class Attempt:
         only when the engine has confirmed that it stopped, or is dead; whether a report was written is looked up here.
         """
         try:
-            return self._vote(self._checked(reason))
+            return self._news.vote(self._checked(reason))
         except BoardLost:
             return reason
 
     def aborted(self) -> AbortReason | None:
         """The root cause if the attempt has been given up by now, else None; any thread, doesn't wait."""
         try:
-            data = self._board.try_get(f"{self._key}/outcome")
+            return self._news.reason()
         except BoardLost:
             return None
-        vote = None if data is None else _VOTE.decode(data)
-        return vote if isinstance(vote, AbortReason) else None
 
     def settle(
         self, *, unreported: AbortReason | None = None, before_publish: Callable[[], None] | None = None
@@ -222,7 +188,7 @@ class Attempt:
                 return self._decide(failure, before_publish)
             return self._follow(failure)
         finally:
-            self._leave()
+            self._news.leave()
 
     # the coordinator -------------------------------------------------------------------------------------------
 
@@ -239,8 +205,8 @@ class Attempt:
             for name, data in prewritten.items():
                 storage.write_file(f"{self.directory}/{name}", data)
             storage.sync_dir(self.directory)
-            note = _Begun(self.id, self.name, self.step, self.directory, _nonce(encoded), self._seen_at)
-            self._board.set(f"{self._key}/begin", _encode(note))
+            note = Begun(self.id, self.name, self.step, self.directory, _nonce(encoded), self._seen_at)
+            self._news.tell_begin(note)
         except (HoldfastError, OSError) as error:
             self._fail_begin(AbortReason.of(error, rank=0, unreported=True))
 
@@ -249,11 +215,11 @@ class Attempt:
         self._move(State.ABORT)
         self._try_remove()
         try:
-            self._board.set(f"{self._key}/begin", _encode(reason))
+            self._news.tell_begin(reason)
         except BoardLost as error:
             _log.warning("attempt %s: the other ranks could not be told that it did not begin: %s", self.id, error)
         self._move(State.REMOVED)
-        self._leave()
+        self._news.leave()
         raise reason.error(step=self.step)
 
     def _refuse_occupied(self, plan: AttemptPlan) -> None:
@@ -296,33 +262,28 @@ class Attempt:
             if before_publish is not None:
                 before_publish()
             self._prepare(reports)
-            return self._vote(_CommitVote())
+            return self._news.vote(CommitVote())
         except Exception as error:  # noqa: BLE001 - a callback may raise anything, and each is a vote against
             return AbortReason.of(error, rank=0)
 
     def _wait_reports(self) -> list[ManifestReport] | AbortReason:
         """All reports in rank order, or the reason for which somebody has given up."""
-        board, key, world = self._board, self._key, self._board.world
-        reports = [f"{key}/report/{rank}" for rank in range(world)]
+        news, persist_s = self._news, self._deadlines.persist_s
         left_s = max(0.0, self._persist_by - self._clock())
         try:
-            board.get(f"{key}/wake", timeout_s=left_s, waiting_for="the reports of all ranks")
+            return news.wait_reports(left_s, read_timeout_s=self._deadlines.commit_s)
         except DeadlineExceeded as late:
-            missing = [rank for rank in range(world) if board.try_get(reports[rank]) is None]
+            missing = news.missing_ranks()
             if not missing:
-                return [_REPORT.decode(data) for data in self._gather(reports)]
+                return news.wait_reports(self._deadlines.commit_s, read_timeout_s=self._deadlines.commit_s)
             shown = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
             message = (
-                f"rank(s) {shown} of {world} had not written their part after {self._deadlines.persist_s:g} s "
+                f"rank(s) {shown} of {news.world} had not written their part after {persist_s:g} s "
                 "(persist_timeout); look for a slow disk or a hang there, or raise it"
             )
-            error = DeadlineExceeded(message, waited_for=f"rank(s) {shown}", timeout_s=self._deadlines.persist_s)
+            error = DeadlineExceeded(message, waited_for=f"rank(s) {shown}", timeout_s=persist_s)
             error.__cause__ = late
             return AbortReason.of(error, rank=missing[0])
-        return self.aborted() or [_REPORT.decode(data) for data in self._gather(reports)]
-
-    def _gather(self, keys: Sequence[str]) -> list[bytes]:
-        return self._board.gather(keys, timeout_s=self._deadlines.commit_s, waiting_for="the reports of all ranks")
 
     def _prepare(self, reports: Sequence[ManifestReport]) -> None:
         """Make the attempt directory what will be published, but for its name."""
@@ -360,42 +321,40 @@ class Attempt:
             return False
         return not visible
 
-    def _announce(self, note: Published | Aborted | InDoubt) -> None:
+    def _announce(self, note: End) -> None:
         try:
-            self._board.set(f"{self._key}/end", _encode(note))
+            self._news.tell_end(note)
         except BoardLost as error:
             _log.warning("attempt %s: its end could not be announced: %s", self.id, error)
 
     # the other ranks -------------------------------------------------------------------------------------------
 
     def _join(self) -> None:
-        begin_s = self._deadlines.begin_s
         try:
-            data = self._board.get(f"{self._key}/begin", timeout_s=begin_s, waiting_for="rank 0 to begin the attempt")
-            note = _BEGIN_NOTE.decode(data)
-            if isinstance(note, _Begun):
+            note = self._news.wait_begin(self._deadlines.begin_s)
+            if isinstance(note, Begun):
                 self.id, self.name, self.step, self.directory = note.attempt, note.name, note.step, note.directory
                 self._check_shared(note)
                 return
             reason = note
             self._move(State.ABORT)
             self._move(State.REMOVED)
-            self._leave()
+            self._news.leave()
         except HoldfastError as error:
             # Without having begun this rank will never report, so its failure is certain. It may come of another's:
             # an attempt that was given up at once is gone when this rank looks for it.
             self._persist_by = self._clock()
-            outcome = self.settle(unreported=AbortReason.of(error, rank=self._board.rank, unreported=True))
+            outcome = self.settle(unreported=AbortReason.of(error, rank=self._news.rank, unreported=True))
             assert isinstance(outcome, Aborted)
             reason = outcome.reason
         raise reason.error(step=self.step)
 
-    def _check_shared(self, note: _Begun) -> None:
+    def _check_shared(self, note: Begun) -> None:
         path = f"{note.directory}/{PLAN_NAME}"
         found = self._storage.size(path) is not None and self._storage.read_range(path, 0, NONCE_BYTES)
         if not found or _nonce(found) != note.nonce:
             message = (
-                f"rank {self._board.rank} at {self._seen_at} doesn't see the directory {note.directory} that rank 0 "
+                f"rank {self._news.rank} at {self._seen_at} doesn't see the directory {note.directory} that rank 0 "
                 f"has just made at {note.seen_at}; checkpoints need a path on a file system that all ranks share"
             )
             raise ConfigError(message, field="path")
@@ -403,16 +362,11 @@ class Attempt:
     def _follow(self, failure: AbortReason | None) -> Outcome:
         left_s = max(0.0, self._persist_by + self._deadlines.commit_s - self._clock())
         try:
-            return self._learn(self._wait_end(left_s))
+            return self._learn(self._news.wait_end(left_s))
         except (DeadlineExceeded, BoardLost) as error:
             return self._resolve_doubt(error, failure)
 
-    def _wait_end(self, timeout_s: float) -> Published | Aborted | InDoubt:
-        data = self._board.get(f"{self._key}/end", timeout_s=timeout_s, waiting_for="rank 0 to announce the outcome")
-        note: Published | Aborted | InDoubt = _END_NOTE.decode(data)
-        return note
-
-    def _learn(self, note: Published | Aborted | InDoubt) -> Outcome:
+    def _learn(self, note: End) -> Outcome:
         if isinstance(note, InDoubt):
             raise OutcomeUnknown(note.message, attempt=self.id, step=self.step)
         if isinstance(note, Published):
@@ -426,13 +380,13 @@ class Attempt:
 
     def _resolve_doubt(self, silence: DeadlineExceeded | BoardLost, failure: AbortReason | None) -> Outcome:
         """Rank 0 is silent. See that it can't commit any more, ask once more, then look at the final name."""
-        reason = failure or AbortReason.of(silence, rank=self._board.rank)
+        reason = failure or AbortReason.of(silence, rank=self._news.rank)
         try:
-            standing = self._vote(reason)
+            standing = self._news.vote(reason)
             if standing is not None:
                 reason = standing
                 self._move(State.ABORT)
-            return self._learn(self._wait_end(self._deadlines.commit_s))
+            return self._learn(self._news.wait_end(self._deadlines.commit_s))
         except (DeadlineExceeded, BoardLost) as error:
             _log.warning("attempt %s: %s", self.id, error)
         if reason.unreported:
@@ -456,44 +410,16 @@ class Attempt:
     def _move(self, target: State) -> None:
         self.state = advance(self.state, target, self._actor)
 
-    def _vote(self, vote: _CommitVote | AbortReason) -> AbortReason | None:
-        """Set the outcome if it is open; the reason that stands then, None for COMMIT."""
-        standing = _VOTE.decode(self._board.compare_set(f"{self._key}/outcome", _encode(vote)))
-        if not isinstance(standing, AbortReason):
-            return None
-        try:
-            self._wake()
-        except BoardLost as error:
-            _log.warning("attempt %s: the coordinator could not be woken: %s", self.id, error)
-        return standing
-
     def _checked(self, reason: AbortReason) -> AbortReason:
         """``reason``, but not certain if a report is there after all: engines die between writing and telling."""
         if not reason.unreported or not self.directory:
             return reason
         try:
-            if not self._storage.exists(f"{self.directory}/{report_name(self._board.rank)}"):
+            if not self._storage.exists(f"{self.directory}/{report_name(self._news.rank)}"):
                 return reason
         except StorageError as error:
             _log.warning("attempt %s: can't see whether a report was written: %s", self.id, error)
         return msgspec.structs.replace(reason, unreported=False)
-
-    def _wake(self) -> None:
-        """One key tells the coordinator that there is something to decide, however many ranks there are."""
-        self._board.set(f"{self._key}/wake", b"1")
-
-    def _leave(self) -> None:
-        """The last rank to leave clears the board of this attempt; nobody looks there any more."""
-        board, key = self._board, self._key
-        try:
-            if board.add(f"{key}/left") < board.world:
-                return
-            for rank in range(board.world):
-                board.delete(f"{key}/report/{rank}")
-            for name in ("begin", "reported", "wake", "outcome", "end", "left"):
-                board.delete(f"{key}/{name}")
-        except BoardLost:
-            return
 
     def _unknown(self, why: str) -> OutcomeUnknown:
         message = (

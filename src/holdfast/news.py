@@ -1,0 +1,143 @@
+"""What the ranks of one attempt tell each other, and under which keys of the board. Torch-free.
+
+    begin            by rank 0: where to write, or why it could not begin
+    report/7         by rank 7: its line of the manifest
+    reported, wake   how many have reported; that there is something to decide
+    outcome          COMMIT or ABORT(reason): whoever is first
+    end              by rank 0: Published, Aborted or InDoubt, when that is durable
+    left             how many have read the end; the last one clears the board
+
+Guarantees: the coordinator waits for one key and each other rank for one key, however many ranks there are; nothing of
+an attempt stays on the board once all its ranks have left. Any thread may call anything.
+Does not: decide (``commit`` does). News is lost with the board; what counts is durable elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from holdfast.coordination import BoardLost
+from holdfast.errors import DeadlineExceeded
+from holdfast.format.manifest import ManifestReport
+from holdfast.outcome import Aborted, AbortReason, InDoubt, Published
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from holdfast.coordination import Board
+
+_log = logging.getLogger("holdfast.commit")
+
+
+class CommitVote(msgspec.Struct, frozen=True, tag="commit"):
+    """What the outcome key holds when the coordinator was first."""
+
+
+class Begun(msgspec.Struct, frozen=True, tag="begun"):
+    """Where the attempt is, from the coordinator."""
+
+    attempt: str
+    name: str
+    step: int | None
+    directory: str
+    nonce: str
+    """Digest of the start of the plan file, which every rank reads back."""
+    seen_at: str
+    """Host and root as the coordinator sees them, for messages."""
+
+
+End = Published | Aborted | InDoubt
+
+_BEGIN: Final = msgspec.msgpack.Decoder(Begun | AbortReason)
+_VOTE: Final = msgspec.msgpack.Decoder(CommitVote | AbortReason)
+_END: Final = msgspec.msgpack.Decoder(Published | Aborted | InDoubt)
+_REPORT: Final = msgspec.msgpack.Decoder(ManifestReport)
+_encode: Final = msgspec.msgpack.encode
+
+
+class News:
+    """The part of ``board`` under ``key`` that one attempt uses; raises what the board does."""
+
+    def __init__(self, board: Board, key: str) -> None:
+        self._board = board
+        self._key = key
+        self.rank = board.rank
+        self.world = board.world
+
+    def tell_begin(self, note: Begun | AbortReason) -> None:
+        self._board.set(f"{self._key}/begin", _encode(note))
+
+    def wait_begin(self, timeout_s: float) -> Begun | AbortReason:
+        data = self._board.get(f"{self._key}/begin", timeout_s=timeout_s, waiting_for="rank 0 to begin the attempt")
+        note: Begun | AbortReason = _BEGIN.decode(data)
+        return note
+
+    def tell_report(self, report: ManifestReport) -> None:
+        """The last rank to report wakes the coordinator."""
+        self._board.set(self._report_key(report.rank), _encode(report))
+        if self._board.add(f"{self._key}/reported") == self.world:
+            self._wake()
+
+    def wait_reports(self, timeout_s: float, *, read_timeout_s: float) -> list[ManifestReport] | AbortReason:
+        """All reports in rank order, or the reason for which somebody has given up.
+
+        Raises `DeadlineExceeded` if there is neither; ``read_timeout_s`` bounds reading the reports once all are in.
+        """
+        self._board.get(f"{self._key}/wake", timeout_s=timeout_s, waiting_for="the reports of all ranks")
+        return self.reason() or self._reports(read_timeout_s)
+
+    def _reports(self, timeout_s: float) -> list[ManifestReport]:
+        keys: Sequence[str] = [self._report_key(rank) for rank in range(self.world)]
+        found = self._board.gather(keys, timeout_s=timeout_s, waiting_for="the reports of all ranks")
+        return [_REPORT.decode(data) for data in found]
+
+    def missing_ranks(self) -> list[int]:
+        """Ranks whose report isn't there now."""
+        return [rank for rank in range(self.world) if self._board.try_get(self._report_key(rank)) is None]
+
+    def vote(self, vote: CommitVote | AbortReason) -> AbortReason | None:
+        """Set the outcome if it is open; the reason that stands then, None for COMMIT. Wakes the coordinator."""
+        standing = _VOTE.decode(self._board.compare_set(f"{self._key}/outcome", _encode(vote)))
+        if not isinstance(standing, AbortReason):
+            return None
+        try:
+            self._wake()
+        except BoardLost as error:
+            _log.warning("the coordinator could not be woken: %s", error)
+        return standing
+
+    def reason(self) -> AbortReason | None:
+        """The root cause, if ABORT is the outcome by now."""
+        data = self._board.try_get(f"{self._key}/outcome")
+        vote = None if data is None else _VOTE.decode(data)
+        return vote if isinstance(vote, AbortReason) else None
+
+    def tell_end(self, note: End) -> None:
+        self._board.set(f"{self._key}/end", _encode(note))
+
+    def wait_end(self, timeout_s: float) -> End:
+        data = self._board.get(f"{self._key}/end", timeout_s=timeout_s, waiting_for="rank 0 to announce the outcome")
+        note: End = _END.decode(data)
+        return note
+
+    def leave(self) -> None:
+        """Nothing more is read or told by this rank. A board that is lost needs no clearing."""
+        board, key = self._board, self._key
+        try:
+            if board.add(f"{key}/left") < self.world:
+                return
+            for rank in range(self.world):
+                board.delete(self._report_key(rank))
+            for name in ("begin", "reported", "wake", "outcome", "end", "left"):
+                board.delete(f"{key}/{name}")
+        except (BoardLost, DeadlineExceeded):
+            return
+
+    def _wake(self) -> None:
+        self._board.set(f"{self._key}/wake", b"1")
+
+    def _report_key(self, rank: int) -> str:
+        return f"{self._key}/report/{rank}"
