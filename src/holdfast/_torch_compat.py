@@ -254,9 +254,22 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
 
 
+def host_memory(tensor: torch.Tensor) -> memoryview:
+    """A contiguous host tensor's memory, to read and write as bytes; keeps the tensor alive."""
+    array: Any = as_bytes(tensor).numpy()
+    return memoryview(array)
+
+
 def untraced(function: Any) -> Any:
     """Keep ``torch.compile`` from tracing into ``function``: it is run as it is, between compiled regions."""
-    return torch.compiler.disable(function)
+    disable: Any = torch.compiler.disable
+    return disable(function)
+
+
+def cudart() -> Any:
+    """The CUDA runtime as torch has loaded it."""
+    runtime: Any = torch.cuda.cudart
+    return runtime()
 
 
 # stores --------------------------------------------------------------------------------------------------------

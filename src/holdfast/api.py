@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from holdfast.agreement import Votes
 from holdfast.capture import SaveRequest
 from holdfast.checkpoint import Checkpoint, open_checkpoint
-from holdfast.config import CheckpointConfig
+from holdfast.config import CheckpointConfig, checked_seconds
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.group import open_group
 from holdfast.loader import LoadOptions, load_state
@@ -84,8 +84,7 @@ def async_save(
     """
     if step is not None:
         checked_step(step)
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
-        raise ConfigError(f"timeout must be a finite number of seconds > 0, not {timeout!r}", field="timeout")
+    checked_seconds("timeout", timeout)
     if staging not in ("lazy", "eager"):
         raise ConfigError(f"staging must be 'lazy' or 'eager', not {staging!r}", field="staging")
     numbers = checked_metrics(metrics)
@@ -123,6 +122,7 @@ def load(
     Raises `CheckpointNotFound`, `CheckpointCorrupt`, `StateMismatch`, `StorageError`, `DeadlineExceeded`; the same on
     every rank. After a failure in the middle the destination is undefined until a load succeeds.
     """
+    checked_seconds("timeout", timeout)
     target = checked_path(path, field="path")
     group = open_group(process_group, purpose="load")
     tree = StateTree(state, rank=group.rank, world=group.world, group_ranks=group.ranks)

@@ -8,6 +8,7 @@ a configuration that can't work.
 from __future__ import annotations
 
 import string
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -93,7 +94,7 @@ class CheckpointConfig:
         _check_int("io_limit_bytes_per_s", self.io_limit_bytes_per_s, low=1 << 20, optional=True)
         _check_int("load_step", self.load_step, low=-1, optional=True)
         for name in ("stage_timeout", "persist_timeout", "commit_timeout"):
-            _check_seconds(name, getattr(self, name))
+            checked_seconds(name, getattr(self, name))
         for name in ("first_step", "last_model_only", "load_model_only", "load_only"):
             if not isinstance(getattr(self, name), bool):
                 raise _bad(name, getattr(self, name), "True or False")
@@ -108,11 +109,7 @@ class CheckpointConfig:
                 raise _bad(name, getattr(self, name), "one of " + ", ".join(map(repr, get_args(kind))))
         if self.keep is not None and not isinstance(self.keep, Keep):
             raise _bad("keep", self.keep, "a holdfast.Keep or None")
-        if isinstance(self.exclude_from_loading, str):
-            raise _bad("exclude_from_loading", self.exclude_from_loading, "a collection of top-level names")
-        object.__setattr__(self, "exclude_from_loading", tuple(self.exclude_from_loading))
-        if not all(isinstance(name, str) for name in self.exclude_from_loading):
-            raise _bad("exclude_from_loading", self.exclude_from_loading, "a collection of top-level names")
+        object.__setattr__(self, "exclude_from_loading", _names("exclude_from_loading", self.exclude_from_loading))
         if self.save_on_signal:
             raise _bad("save_on_signal", self.save_on_signal, "nothing: saving on signals is not in this release")
         _check_template(self.name_template)
@@ -132,9 +129,13 @@ def _check_int(name: str, value: object, *, low: int, high: int | None = None, o
         raise _bad(name, value, bounds + (" or None" if optional else ""))
 
 
-def _check_seconds(name: str, value: object) -> None:
+def checked_seconds(name: str, value: object) -> float:
+    """``value`` if it can be a deadline; `ConfigError` naming ``name`` otherwise."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise _bad(name, value, "a finite number of seconds > 0 (every wait has a deadline)")
+        raise ConfigError(
+            f"{name}: expected a finite number of seconds > 0 (every wait has a deadline), found {value!r}", field=name
+        )
+    return value
 
 
 def _check_template(template: object) -> None:
@@ -148,6 +149,14 @@ def _check_template(template: object) -> None:
         raise _bad("name_template", template, expected) from error
     if len(fields) != 1 or fields[0][0] != "step" or "/" in sample or sample.startswith("."):
         raise _bad("name_template", template, expected)
+
+
+def _names(name: str, value: object) -> tuple[str, ...]:
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        names = tuple(value)
+        if all(isinstance(item, str) for item in names):
+            return names
+    raise _bad(name, value, "a collection of top-level names")
 
 
 def _dtype_name(dtype: object) -> str | None:

@@ -9,6 +9,7 @@ Runs on one thread per session, attempts one after the other, with a board clien
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -70,7 +71,10 @@ class Delivery:
         self._number = 0
         self._engine_plan: tuple[DeliveryPlan, int] | None = None
 
-    def close(self) -> None:
+    def close(self, timeout_s: float) -> None:
+        """Wait, at most ``timeout_s``, for removals under way, and let go of the board."""
+        with contextlib.suppress(HoldfastError):  # what stays is trash, and swept by the next start
+            self._engine.wait_removals(timeout_s)
         self._board.close()
 
     def deliver(self, capture: Capture) -> Checkpoint:
@@ -237,11 +241,9 @@ class Delivery:
         return number
 
     def _stop_engine_work(self, attempt: Attempt) -> None:
-        """Make sure that the engine writes no report for this attempt any more: it confirms, or it is replaced."""
-        try:
+        """Make sure that the engine writes no report for this attempt any more: it confirms, or it is killed."""
+        with contextlib.suppress(HoldfastError):  # a killed one is started again by the next attempt
             self._engine.cancel(attempt.id, timeout_s=10.0)
-        except HoldfastError:
-            self._engine.restart()
 
 
 def write_plan(plan: DeliveryPlan, buffer: CaptureBuffer) -> dict[str, Any]:

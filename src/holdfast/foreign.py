@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from holdfast import _torch_compat as compat
 from holdfast.boxes import Box
@@ -158,7 +159,7 @@ def _add(source: ForeignSource, below: str, key: tuple[str, ...]) -> None:
         stored = ".".join((*prefix, name))
         stored_path = tuple(paths.get(name, (name,)))
         source.paths[stored] = (*prefix, *stored_path)
-        if not hasattr(entry, "chunks"):
+        if not isinstance(entry, TensorStorageMetadata):
             file, at, length = _place(places, path, name, None)
             source.objects[stored] = StoredObject(stored, file, at, length)
             continue

@@ -30,7 +30,7 @@ from holdfast.optimizer_hook import guard_updates, unguard_updates
 from holdfast.pins import Pins
 from holdfast.recovery import recover
 from holdfast.retention import Entry, select_deletions
-from holdfast.root import attempt_id, hidden_name, published, read_manifest
+from holdfast.root import attempt_id, foreign_steps, hidden_name, published, read_manifest
 from holdfast.saver import Saver
 from holdfast.state.tree import StateTree
 from holdfast.storage.local import LocalStorage, create_root
@@ -76,13 +76,14 @@ class CheckpointManager:
         self._group = open_group(process_group, purpose="manager")
         self._votes = Votes(self._group.board)
         self._state = state
-        self._tree = self._tree_of(state)
+        self._tree = self._tree_of(state, auto_rng=True)
         self._model_tree: StateTree | None = None
         self._storage = LocalStorage(self._root)
         self._lock: RootLock | None = None
         self._saver: Saver | None = None
         self._handles: list[SaveHandle] = []
-        self._saved: dict[int, SaveHandle] = {}
+        self._saved: set[int] = set()
+        self._last: SaveHandle | None = None
         self._restored: int | None = None
         self._seen_first = False
         self._closed = False
@@ -156,7 +157,11 @@ class CheckpointManager:
         return [(int(number), name) for number, name in rows]
 
     def _choose(self, step: int | None) -> list[tuple[int, str]]:
-        found = published(self._storage, self._config.name_template)
+        # A run that used stock DCP before has steps without our manifest: they are resumed from, and never deleted.
+        found = sorted(
+            published(self._storage, self._config.name_template)
+            + foreign_steps(self._storage, self._config.name_template)
+        )
         if step is not None:
             exact = [(number, name) for number, name in found if number == step]
             if not exact:
@@ -214,9 +219,12 @@ class CheckpointManager:
         if not self._seen_first:
             self._seen_first = True
             due = due or self._config.first_step
-        if not due or self._config.load_only:
+        if self._config.load_only or self._saver is None:
             return []
-        return [self.save(step, metrics=metrics)]
+        if due:
+            return [self.save(step, metrics=metrics)]
+        self._saver.warm_up(self._tree)
+        return []
 
     def save(self, step: int, *, metrics: Mapping[str, float] | None = None, final: bool = False) -> SaveHandle:
         """Save now, whatever the cadence.
@@ -231,10 +239,10 @@ class CheckpointManager:
         saver = self._saver
         if saver is None:
             raise ConfigError("this manager was made with load_only=True and never saves", field="load_only")
-        known = self._saved.get(step)
-        if final and known is not None and not (known.done() and known.stage != "published"):
-            known.result()
-            return known
+        last = self._last
+        if final and last is not None and last.step == step and not (last.done() and last.stage != "published"):
+            last.result()
+            return last
         model_only = final and self._config.last_model_only
         request = SaveRequest(
             step=step,
@@ -242,14 +250,15 @@ class CheckpointManager:
             metrics=numbers,
             resumable=not model_only,
             # A run that went back to an older step comes by newer ones again: those are not its own any more.
-            overwrite=known is None and self._restored is not None and step > self._restored,
+            overwrite=step not in self._saved and self._restored is not None and step > self._restored,
             eager=self._config.staging == "eager",
         )
         handle = saver.start(
             self._trees_for(model_only=model_only), request, dtype=self._last_dtype() if final else None
         )
         self._handles.append(handle)
-        self._saved[step] = handle
+        self._saved.add(step)
+        self._last = handle
         if final or self._config.mode == "sync" or self._config.on_error == "raise_now":
             handle.exception()
             self._raise_failures()
@@ -353,9 +362,9 @@ class CheckpointManager:
             raise
         guard_updates(self._saver)
 
-    def _tree_of(self, state: Mapping[str, Any]) -> StateTree:
+    def _tree_of(self, state: Mapping[str, Any], *, auto_rng: bool) -> StateTree:
         group = self._group
-        return StateTree(state, rank=group.rank, world=group.world, group_ranks=group.ranks, auto_rng=True)
+        return StateTree(state, rank=group.rank, world=group.world, group_ranks=group.ranks, auto_rng=auto_rng)
 
     def _trees_for(self, *, model_only: bool) -> StateTree:
         if not model_only:
@@ -439,9 +448,9 @@ class CheckpointManager:
             self._saver.remove(trash)
 
 
-def checked_path(path: str | os.PathLike[str], *, field: str) -> str:
+def checked_path(path: object, *, field: str) -> str:
     """``path`` made absolute; `ConfigError` for object stores and for what can't be a directory."""
-    text = os.fspath(path)
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text:
         raise ConfigError(f"{field} must be the path of a directory, not {path!r}", field=field)
     if "://" in text:

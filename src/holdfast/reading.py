@@ -44,7 +44,7 @@ class Destination:
         if tensor.is_conj() or tensor.is_neg():
             return None
         if self._bytes is None:
-            self._bytes = memoryview(compat.as_bytes(tensor).numpy())
+            self._bytes = compat.host_memory(tensor)
         return self._bytes
 
 

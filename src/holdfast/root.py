@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from holdfast.errors import CheckpointCorrupt, ConfigError
-from holdfast.format.manifest import MANIFEST_NAME, Manifest, decode_manifest
+from holdfast.format.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, decode_manifest
 
 if TYPE_CHECKING:
     from holdfast.storage.protocol import Storage
@@ -99,6 +99,17 @@ def published(storage: Storage, name_template: str) -> list[tuple[int, str]]:
         step = step_of(entry, name_template)
         if step is not None and storage.size(f"{entry}/{MANIFEST_NAME}") is not None:
             found.append((step, entry))
+    return sorted(found)
+
+
+def foreign_steps(storage: Storage, name_template: str) -> list[tuple[int, str]]:
+    """The (step, name) of directories under ``name_template`` that stock DCP finished, and Holdfast didn't write."""
+    found: list[tuple[int, str]] = []
+    for entry in storage.list_dir(""):
+        step = step_of(entry, name_template)
+        if step is not None and storage.size(f"{entry}/{MANIFEST_NAME}") is None:
+            if storage.size(f"{entry}/{METADATA_NAME}") is not None:
+                found.append((step, entry))
     return sorted(found)
 
 

@@ -36,7 +36,7 @@ from holdfast.handle import SaveHandle
 from holdfast.outcome import AbortReason
 from holdfast.plan.write import RankPlan, plan_rank, plan_save
 from holdfast.root import is_occupied
-from holdfast.snapshot import SnapshotTaker
+from holdfast.snapshot import Snapshot, SnapshotTaker
 from holdfast.staging.layout import CaptureBuffer
 from holdfast.staging.stager import Staging
 from holdfast.state.tree import StateTree
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("holdfast")
 
 ORPHAN_GRACE_S: Final = 120.0
+REMOVAL_GRACE_S: Final = 30.0
+"""How long `close` waits for deleted checkpoints to be gone from the disk."""
 EXIT_GRACE_S: Final = 60.0
 """How long an interpreter that exits without `close` waits for what is in flight."""
 
@@ -64,6 +66,13 @@ class _Absence:
     request: SaveRequest
     handle: SaveHandle
     refusal: AbortReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class _WarmUp:
+    """Plan and make a buffer before the first save needs them."""
+
+    snapshot: Snapshot
 
 
 class Saver:
@@ -101,7 +110,8 @@ class Saver:
         self._unpassed: list[Capture] = []
         self._lock = threading.Lock()
         self._closed = False
-        self._to_stage: queue.SimpleQueue[Capture | _Absence | None] = queue.SimpleQueue()
+        self._warmed_up = False
+        self._to_stage: queue.SimpleQueue[Capture | _Absence | _WarmUp | None] = queue.SimpleQueue()
         self._to_finalize: queue.SimpleQueue[Capture | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run_stager, name="holdfast-stager", daemon=True),
@@ -121,6 +131,7 @@ class Saver:
         for a leaf that can't be stored, `CheckpointExists`): the other ranks get the same error from their handles.
         """
         began = time.perf_counter()
+        self._warmed_up = True
         if self._closed:
             raise ConfigError("this session is closed; make a new CheckpointManager to save again")
         handle = SaveHandle(
@@ -147,6 +158,15 @@ class Saver:
         if request.eager:
             self._pass(capture, self._config.stage_timeout)
         return handle
+
+    def warm_up(self, tree: StateTree) -> None:
+        """Plan and prepare the first save in the background, once; every rank calls it at the same point.
+
+        Worth it once the optimizer has state. Returns at once. Raises `ConfigError` for what can't be saved.
+        """
+        if not self._warmed_up:
+            self._warmed_up = True
+            self._to_stage.put(_WarmUp(self._snapshots.take(tree, None)))
 
     def before_update(self, parameters: Callable[[frozenset[int]], bool] | None = None) -> None:
         """Return when the captured state may be changed; on the training thread, which then may change it.
@@ -194,8 +214,8 @@ class Saver:
             if thread is not threading.current_thread():
                 thread.join(5.0)
         self._pool.use_plan(None)
+        self._delivery.close(REMOVAL_GRACE_S)
         self._engine.close(10.0)
-        self._delivery.close()
         self._agreement.board.close()
         if late is not None:
             raise late
@@ -241,8 +261,6 @@ class Saver:
         if capture.buffer is not None and (snapshot.from_device or request.eager):
             # Device copies are enqueued in the order of the training stream, so by the training thread.
             self._load_copies(capture, capture.buffer)
-            if request.eager:
-                staging.help_copy()
         return capture
 
     def _load_copies(self, capture: Capture, buffer: CaptureBuffer) -> None:
@@ -283,6 +301,9 @@ class Saver:
             if isinstance(item, _Absence):
                 self._vote_absent(item)
                 continue
+            if isinstance(item, _WarmUp):
+                self._prepare(item.snapshot)
+                continue
             try:
                 go_on = self._stage(item)
             except BaseException as error:  # noqa: BLE001 - told to the other ranks by the attempt it goes on to
@@ -293,6 +314,20 @@ class Saver:
             else:
                 self._end(item, None)
         self._to_finalize.put(None)
+
+    def _prepare(self, snapshot: Snapshot) -> None:
+        """A save's agreement and planning without a save; what goes wrong here is told by the first save."""
+        deadline = time.monotonic() + self._config.stage_timeout
+        try:
+            self._agreement.cast(Ballot(None, "warm-up", snapshot.digest, replan=True), snapshot.encoded)
+            verdict = self._agreement.wait_verdict(timeout_s=_left_s(deadline))
+            if verdict.kind == "replan":
+                plan = self._new_plan(verdict, _left_s(deadline))
+                self._pool.use_plan(plan.rank_plan)
+                self._pool.add_idle(self._make_buffer(plan.rank_plan, pin=snapshot.from_device))
+                self._plan = plan
+        except Exception as error:
+            _log.warning("preparing the first save failed, it will be slower or fail too: %s", error)
 
     def _vote_absent(self, absence: _Absence) -> None:
         request, handle = absence.request, absence.handle

@@ -24,9 +24,9 @@ from holdfast.format.manifest import (
     Manifest,
     RankIndex,
     Report,
-    decode_index,
     decode_manifest,
     decode_report,
+    read_index,
 )
 from holdfast.format.sealed import xxh3_128
 from holdfast.plan.read import StoredShard, StoredTensor
@@ -113,7 +113,7 @@ class HoldfastSource:
                     byte_range=(0, len(data)),
                 )
             report = decode_report(data, path=path)
-            found.append((report, decode_index(report.index, file_sizes=[file.size for file in report.files], path=path)))
+            found.append((report, read_index(report, path=path)))
         return found
 
     @cached_property

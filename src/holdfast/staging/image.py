@@ -19,9 +19,11 @@ import mmap
 import os
 import tempfile
 import weakref
-from typing import Final
+from typing import Any, Final
 
 import torch
+
+from holdfast import _torch_compat as compat
 
 PAGE_BYTES: Final = 4096
 
@@ -87,7 +89,7 @@ class Image:
         """Register the memory with CUDA so that device copies into it are asynchronous; once, idempotent."""
         if self._unpin is not None:
             return
-        cudart = torch.cuda.cudart()
+        cudart: Any = compat.cudart()
         address = self.bytes_view.data_ptr()
         status = int(cudart.cudaHostRegister(address, self.nbytes, 0))
         if status != 0:

@@ -63,15 +63,15 @@ class CaptureBuffer:
         if pin:
             self.image.pin()
         memory = self.image.bytes_view
-        host = memory.numpy()
+        host = compat.host_memory(memory)
         for placed in self.plan.tensors:
             base = self.file_offsets[placed.file]
             header, trailer = torch_record.render(placed.dtype, placed.sizes, record_offset=placed.record_offset)
             start = base + placed.record_offset
             payload = base + placed.payload_offset
             end = payload + placed.nbytes
-            memoryview(host)[start : start + len(header)] = header
-            memoryview(host)[end : end + len(trailer)] = trailer
+            host[start : start + len(header)] = header
+            host[end : end + len(trailer)] = trailer
             view = memory[payload:end].view(getattr(torch, placed.dtype)).view(placed.sizes)
             self.payloads.append(PayloadView(placed, payload, view))
         events.count("headers_rendered", len(self.plan.tensors))
@@ -81,7 +81,7 @@ class CaptureBuffer:
         if len(record) != placed.capacity:
             raise AssertionError(f"{placed.name}: record of {len(record)} bytes in a place of {placed.capacity}")
         start = self.file_offsets[placed.file] + placed.offset
-        memoryview(self.image.bytes_view.numpy())[start : start + placed.capacity] = record
+        compat.host_memory(self.image.bytes_view)[start : start + placed.capacity] = record
 
     def copies_of(self, tensors: Mapping[str, torch.Tensor]) -> list[CopyItem]:
         """The copies that fill this buffer from ``tensors`` (names of the structure to outer tensors).

@@ -21,21 +21,23 @@ tripwire, not a proof.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from holdfast import _torch_compat as compat
-from holdfast.errors import DeadlineExceeded
+from holdfast.errors import DeadlineExceeded, StateMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 BATCH_BYTES: Final = 32 << 20
 BATCH_TENSORS: Final = 1024
+MEMMOVE_BYTES_MIN: Final = 32 << 10
 VERIFY_GRACE_S: Final = 1.0
 
 
@@ -91,6 +93,15 @@ def copy_batch(items: Sequence[CopyItem], *, non_blocking: bool = False) -> None
         source, target = item.source(), item.target
         if target.numel() == 0:
             continue
+        if source.shape != target.shape:
+            # A swapped `.data` or a hand-made DTensor: what is held isn't what was planned.
+            raise StateMismatch(
+                f"{item.name}: this rank holds {tuple(source.shape)} of it where its placement says "
+                f"{tuple(target.shape)}; it was changed while it was being saved, or its DTensor contradicts itself",
+                mismatched=(item.name,),
+            )
+        if _move(target, source):
+            continue
         if source.dtype == target.dtype:
             # Some dtypes have no copy kernel on some devices and versions; their bits are all that matters.
             source, target = compat.bits(source), compat.bits(target)
@@ -101,32 +112,50 @@ def copy_batch(items: Sequence[CopyItem], *, non_blocking: bool = False) -> None
             compat.foreach_copy_(targets, sources, non_blocking=non_blocking)
 
 
+def _move(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Copy a large plain block of host memory with one memmove; False if this isn't one.
+
+    torch would copy it with a team of threads. A second team beside the one that training computes with makes both
+    wait at each other's barriers, which costs far more than it brings; and how many threads torch uses is not ours
+    to change.
+    """
+    nbytes = target.numel() * target.element_size()
+    if nbytes < MEMMOVE_BYTES_MIN or source.dtype != target.dtype or source.device.type != "cpu":
+        return False
+    if not (source.is_contiguous() and target.is_contiguous()) or source.is_conj() or source.is_neg():
+        return False
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)  # releases the GIL
+    return True
+
+
 @dataclass(slots=True)
 class _DeviceCopies:
     """Copies in flight from one CUDA device: done when ``event`` is."""
 
     device: torch.device
-    event: torch.cuda.Event
+    event: Any
     samples: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
 
-_side_streams: dict[int, torch.cuda.Stream] = {}
+# torch's CUDA classes are untyped; they are reached through these two.
+_new_stream: Any = torch.cuda.Stream
+_new_event: Any = torch.cuda.Event
+_side_streams: dict[torch.device, Any] = {}
 
 
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    if index not in _side_streams:
-        _side_streams[index] = torch.cuda.Stream(device=device)
-    return _side_streams[index]
+def _side_stream(device: torch.device) -> Any:
+    if device not in _side_streams:
+        _side_streams[device] = _new_stream(device=device)
+    return _side_streams[device]
 
 
-def _record_event(device: torch.device) -> torch.cuda.Event:
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
+def _record_event(stream: Any) -> Any:
+    event = _new_event()
+    event.record(stream)
     return event
 
 
-def _enqueue(device: torch.device, items: list[CopyItem], ready: torch.cuda.Event | None) -> _DeviceCopies:
+def _enqueue(device: torch.device, items: list[CopyItem], ready: Any | None) -> _DeviceCopies:
     stream = _side_stream(device)
     if ready is not None:
         stream.wait_event(ready)
@@ -135,8 +164,7 @@ def _enqueue(device: torch.device, items: list[CopyItem], ready: torch.cuda.Even
     with torch.cuda.stream(stream):
         copy_batch(items, non_blocking=True)
         samples = [(name, source.to("cpu", non_blocking=True), target) for name, source, target in _sample_views(items)]
-        event = torch.cuda.Event()
-        event.record(stream)
+        event = _record_event(stream)
     return _DeviceCopies(device, event, samples)
 
 
@@ -152,7 +180,7 @@ class Staging:
         self._versions = [compat.version_of(tensor) for _, tensor in watched]
         # Copies of a replan are enqueued by another thread: this is the point of the training stream they follow.
         self._ready = {
-            device: _record_event(device)
+            device: _record_event(torch.cuda.current_stream(device))
             for device in {tensor.device for _, tensor in watched}
             if device.type == "cuda"
         }
@@ -287,7 +315,7 @@ class Staging:
             self._watched, self._versions = (), []
 
 
-def _wait_event(event: torch.cuda.Event, deadline: float, timeout_s: float) -> None:
+def _wait_event(event: Any, deadline: float, timeout_s: float) -> None:
     pause = 20e-6
     while not event.query():
         if time.monotonic() > deadline:

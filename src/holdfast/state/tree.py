@@ -298,11 +298,6 @@ def _emit_values(part: Part, sink: _Sink) -> None:
             flatten(path, option, sink)
 
 
-def modules_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The top-level entries of ``state`` that are modules, or lists of them: what a model-only save keeps."""
-    return {key: value for key, value in state.items() if _as_modules(value) is not None}
-
-
 def update_targets(collected: Collected) -> frozenset[int]:
     """``id`` of every lazily staged tensor: an optimizer that holds none of them may step without waiting."""
     return frozenset(id(entry.tensor) for entry in collected.tensors if entry.lazy)

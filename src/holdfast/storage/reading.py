@@ -95,7 +95,7 @@ class FileSet:
         return os.path.join(self._directory, name)
 
     def read(self, work: Iterable[Callable[[], None]]) -> None:
-        """Run jobs (from `jobs_for`, or others that call `read_into`) on the reader threads; the first error is raised."""
+        """Run jobs (of `jobs_for`, or others that use `read_span`) on the reader threads; the first error is raised."""
         with ThreadPoolExecutor(self._threads, thread_name_prefix="holdfast-read") as pool:
             futures: list[Future[None]] = [pool.submit(job) for job in work]
             done, pending = wait(futures, return_when=FIRST_EXCEPTION)
