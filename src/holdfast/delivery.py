@@ -127,6 +127,7 @@ class Delivery:
             deadlines=self._deadlines,
             plan=plan,
             prewritten=prewritten,
+            step=capture.request.step,
             host=socket.gethostname(),
         )
 

@@ -341,8 +341,6 @@ class CheckpointManager:
                     timeout_s=self._config.persist_timeout,
                 )
                 self.recovered = report
-                for name in report.rolled_forward:
-                    _log.warning("%s was whole when its run ended and has been published now", self._storage.path(name))
                 events.emit(
                     "root.recovered",
                     rank=0,

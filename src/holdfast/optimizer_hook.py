@@ -41,6 +41,12 @@ def unguard_updates(guard: Guard) -> None:
     _guards.discard(guard)
 
 
+def before_any_update() -> None:
+    """Return when every captured state of this process may be changed; for a load, which changes all it finds."""
+    for guard in list(_guards):
+        guard.before_update()
+
+
 @compat.untraced
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     del args, kwargs

@@ -23,10 +23,10 @@ from heapq import heapify, heapreplace
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-from holdfast.boxes import whole
+from holdfast.boxes import Box, whole
 from holdfast.dtypes import ITEMSIZE
 from holdfast.errors import ConfigError
-from holdfast.format.torch_record import DIRECT_FROM_BYTES, measure
+from holdfast.format.torch_record import DIRECT_FROM_BYTES, measure, payload_bytes
 from holdfast.plan.shares import Held, World
 from holdfast.plan.structure import (
     ObjectSpec,
@@ -39,7 +39,7 @@ from holdfast.plan.structure import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 PAGE_BYTES: Final = 4096
 """Files end on it, and large payloads start on it: what O_DIRECT and a memory map want."""
@@ -165,7 +165,7 @@ class _Planner:
     def __init__(self, structures: Mapping[str, Structure], digests: Sequence[str]) -> None:
         self._world = World(structures, digests)
         self._winners: dict[tuple[int, ...], dict[tuple[str, tuple[int, ...]], int]] = {}
-        self._headers: dict[tuple[str, tuple[int, ...], int], tuple[int, int]] = {}
+        self._placer = _Placer()
 
     def rank_plan(self, rank: int) -> RankPlan:
         structure = self._world.structure_of(rank)
@@ -173,7 +173,7 @@ class _Planner:
         files: list[PlannedFile] = []
         placed: list[PlacedTensor] = []
         if tensors:
-            placed, end = self._place(tensors)
+            placed, end = self._placer.place(tensors, file=0)
             files.append(PlannedFile(f"__{rank}_0.distcp", _round_up(end, PAGE_BYTES)))
         objects: list[PlacedObject] = []
         end = 0
@@ -241,16 +241,21 @@ class _Planner:
         self._winners[group] = winners
         return winners
 
-    def _place(self, items: list[_Item]) -> tuple[list[PlacedTensor], int]:
-        """Give each item its place in the tensor file. Returns also the end of the last record.
+
+class _Placer:
+    """Gives tensors their places in a file; remembers how long headers are."""
+
+    def __init__(self) -> None:
+        self._headers: dict[tuple[str, tuple[int, ...], int], tuple[int, int]] = {}
+
+    def place(self, items: Sequence[_Item], *, file: int) -> tuple[list[PlacedTensor], int]:
+        """Give each item its place in the file with that index. Returns also the end of the last record.
 
         Large ones first: headers lengthen themselves until a large payload starts on a page, which costs a page each.
         """
-        large = [item for item in items if item.nbytes >= DIRECT_FROM_BYTES]
-        small = [item for item in items if item.nbytes < DIRECT_FROM_BYTES]
         placed = []
         end = 0
-        for item in large + small:
+        for item in _large_first(items):
             spec = item.spec
             box = item.held.box
             start = _round_up(end, RECORD_ALIGN_BYTES)
@@ -267,7 +272,7 @@ class _Planner:
                     box.offsets,
                     box.sizes,
                     item.held.local_offsets,
-                    0,
+                    file,
                     start,
                     payload,
                     item.nbytes,
@@ -284,6 +289,57 @@ class _Planner:
             shape = measure(dtype, sizes, record_offset=record_offset)
             known = self._headers[key] = (shape.header_bytes, shape.trailer_bytes)
         return known
+
+
+def _large_first(items: Sequence[_Item]) -> list[_Item]:
+    large = [item for item in items if item.nbytes >= DIRECT_FROM_BYTES]
+    return large + [item for item in items if item.nbytes < DIRECT_FROM_BYTES]
+
+
+def lay_out(
+    rank: int, shards: Sequence[tuple[TensorSpec, Box]], objects: Sequence[ObjectSpec], *, file_bytes_max: int
+) -> RankPlan:
+    """The plan of a rank that has been told what it writes: these boxes of these tensors, and these objects.
+
+    For savers that have a planner of their own. Files are cut so that payloads beyond ``file_bytes_max`` start a new
+    one, objects last in one of theirs. Names and paths are taken as they are: no per-rank markers.
+
+    Raises:
+        ConfigError: a dtype can't be stored.
+    """
+    items = [
+        _Item(spec, spec.name, spec.path, Held(box, box.offsets, (rank,)), payload_bytes(spec.dtype, box.sizes))
+        for spec, box in shards
+    ]
+    files: list[PlannedFile] = []
+    placed: list[PlacedTensor] = []
+    placer = _Placer()
+    for part in _cut(_large_first(items), file_bytes_max):
+        tensors, end = placer.place(part, file=len(files))
+        placed += tensors
+        files.append(PlannedFile(f"__{rank}_{len(files)}.distcp", _round_up(end, PAGE_BYTES)))
+    kept: list[PlacedObject] = []
+    end = 0
+    for spec in objects:
+        kept.append(PlacedObject(spec.name, spec.path, spec.name, len(files), end, spec.capacity))
+        end = _round_up(end + spec.capacity, RECORD_ALIGN_BYTES)
+    if kept:
+        files.append(PlannedFile(f"__{rank}_{len(files)}.distcp", _round_up(end, PAGE_BYTES)))
+    return RankPlan(rank, tuple(files), tuple(placed), tuple(kept))
+
+
+def _cut(items: Sequence[_Item], bytes_max: int) -> Iterator[list[_Item]]:
+    """The items in runs of at most ``bytes_max`` bytes, or of one that is larger."""
+    part: list[_Item] = []
+    nbytes = 0
+    for item in items:
+        if part and nbytes + item.nbytes > bytes_max:
+            yield part
+            part, nbytes = [], 0
+        part.append(item)
+        nbytes += item.nbytes
+    if part:
+        yield part
 
 
 def _place_object(spec: ObjectSpec, rank: int, *, file: int, offset: int) -> PlacedObject:
