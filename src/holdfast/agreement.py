@@ -80,12 +80,13 @@ class Agreement:
 
     board: Board
     _number: int = 0
+    _swept: int = 0
     _posted: set[str] = field(default_factory=set)
     _agreed: tuple[str, ...] | None = None
     _structure_keys: list[str] = field(default_factory=list)
 
-    def cast(self, ballot: Ballot, encoded_structure: bytes) -> None:
-        """Post this rank's ballot for the next save; doesn't wait."""
+    def cast(self, ballot: Ballot, encoded_structure: bytes) -> int:
+        """Post this rank's ballot for the next save; doesn't wait. Returns the save's number, equal on every rank."""
         board, number = self.board, self._number
         if ballot.digest and ballot.digest not in self._posted:
             # The first rank to claim a digest posts the structure; for the others it is only a number.
@@ -94,6 +95,7 @@ class Agreement:
             self._posted.add(ballot.digest)
         board.set(f"ballot/{number}/{board.rank}", msgspec.msgpack.encode(ballot))
         arrive(board, f"ballot/{number}")
+        return number
 
     def wait_verdict(self, *, timeout_s: float) -> Verdict:
         """The verdict on the ballots cast, once all have been; raises `DeadlineExceeded` naming the ranks missing."""
@@ -102,7 +104,6 @@ class Agreement:
         if board.rank == 0:
             verdict = self._judge(number, timeout_s)
             board.set(f"verdict/{number}", msgspec.msgpack.encode(verdict))
-            self._sweep(number - 1)
         else:
             data = board.get(
                 f"verdict/{number}", timeout_s=timeout_s, waiting_for="the coordinator's verdict on the plan"
@@ -135,19 +136,20 @@ class Agreement:
             error = DeadlineExceeded(message, waited_for=f"rank(s) {shown}", timeout_s=timeout_s)
             error.__cause__ = late
             return Verdict("refused", refusal=AbortReason.of(error, rank=0))
+        self._sweep(number)
         data = board.gather(
             [f"ballot/{number}/{rank}" for rank in range(board.world)], timeout_s=timeout_s, waiting_for="ballots"
         )
         return judge([msgspec.msgpack.decode(item, type=Ballot) for item in data], self._agreed)
 
     def _sweep(self, number: int) -> None:
-        """Delete the keys of a save that every rank has left behind: all have cast their next ballot."""
-        if number < 0:
-            return
-        for rank in range(self.board.world):
-            self.board.delete(f"ballot/{number}/{rank}")
-        forget_arrivals(self.board, f"ballot/{number}")
-        self.board.delete(f"verdict/{number}")
+        """Delete the keys of earlier saves: every rank has left them behind, as all have cast ballot ``number``."""
+        for left in range(self._swept, number):
+            for rank in range(self.board.world):
+                self.board.delete(f"ballot/{left}/{rank}")
+            forget_arrivals(self.board, f"ballot/{left}")
+            self.board.delete(f"verdict/{left}")
+        self._swept = number
 
 
 def judge(ballots: Sequence[Ballot], agreed: tuple[str, ...] | None) -> Verdict:

@@ -61,6 +61,8 @@ class Capture:
     handle: SaveHandle
     snapshot: Snapshot
     staging: Staging
+    number: int | None = None
+    """Of the save, as the ranks agree on it; None until its ballot is cast."""
     plan: DeliveryPlan | None = None
     buffer: CaptureBuffer | None = None
     """Both None until the ranks have a plan that fits."""

@@ -68,7 +68,6 @@ class Delivery:
         self._deadlines = Deadlines(
             begin_s=config.commit_timeout, persist_s=config.persist_timeout, commit_s=config.commit_timeout
         )
-        self._number = 0
         self._engine_plan: tuple[DeliveryPlan, int] | None = None
 
     def close(self, timeout_s: float) -> None:
@@ -79,7 +78,6 @@ class Delivery:
 
     def deliver(self, capture: Capture) -> Checkpoint:
         """Publish ``capture`` and return the checkpoint; else raise what every rank raises."""
-        self._number += 1
         attempt = self._begin(capture)
         handle = capture.handle
         handle.attempt = attempt.id
@@ -123,7 +121,7 @@ class Delivery:
             storage=self._storage,
             board=self._board,
             clock=time.monotonic,
-            key=f"attempt/{self._number}",
+            key=f"attempt/{capture.number}",
             deadlines=self._deadlines,
             plan=plan,
             prewritten=prewritten,

@@ -39,7 +39,6 @@ from holdfast.root import is_occupied
 from holdfast.snapshot import Snapshot, SnapshotTaker
 from holdfast.staging.layout import CaptureBuffer
 from holdfast.staging.stager import Staging
-from holdfast.state.tree import StateTree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from holdfast.checkpoint import Checkpoint
     from holdfast.config import CheckpointConfig
     from holdfast.group import Group
+    from holdfast.state.tree import StateTree
     from holdfast.storage.local import LocalStorage
 
 _log = logging.getLogger("holdfast")
@@ -326,7 +326,7 @@ class Saver:
                 self._pool.use_plan(plan.rank_plan)
                 self._pool.add_idle(self._make_buffer(plan.rank_plan, pin=snapshot.from_device))
                 self._plan = plan
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the first save meets it again, and tells
             _log.warning("preparing the first save failed, it will be slower or fail too: %s", error)
 
     def _vote_absent(self, absence: _Absence) -> None:
@@ -349,10 +349,10 @@ class Saver:
         deadline = time.monotonic() + self._config.stage_timeout
         plan = self._plan
         ballot = Ballot(request.step, capture.handle.path, snapshot.digest, replan=plan is None)
-        self._agreement.cast(ballot, snapshot.encoded)
+        capture.number = self._agreement.cast(ballot, snapshot.encoded)
         if plan is not None and plan.digest == snapshot.digest:
             # Optimistic: the plan in use is almost always the one the ranks will agree on.
-            self._copy(capture, plan, deadline)
+            self._copy(capture, plan)
         verdict = self._agreement.wait_verdict(timeout_s=_left_s(deadline))
         if verdict.kind == "refused" and verdict.refusal is not None:
             capture.give_up(verdict.refusal.error(step=request.step))
@@ -363,12 +363,13 @@ class Saver:
         if verdict.kind == "replan":
             self._plan = None  # until there is a new one: if planning fails, the next ballot asks for it again
             plan = self._new_plan(verdict, _left_s(deadline))
-            self._copy(capture, plan, deadline)
+            self._copy(capture, plan)
             self._plan = plan
+        capture.agreed.set()
+        capture.staging.run(timeout_s=_left_s(deadline))
         events.emit("save.staged", step=request.step, rank=self._group.rank, path=capture.handle.path)
         capture.handle.add_stats(staging_s=capture.staging.copy_s)
         capture.handle.advance("staged")
-        capture.agreed.set()
         capture.staged.set()
         return True
 
@@ -382,8 +383,11 @@ class Saver:
         planned = tuple(tuple((file.name, file.size) for file in of_rank.files) for of_rank in save_plan.ranks)
         return DeliveryPlan(digests[rank], save_plan.ranks[rank], render_metadata(save_plan), planned)
 
-    def _copy(self, capture: Capture, plan: DeliveryPlan, deadline: float) -> None:
-        """Fill a buffer of ``plan``; the capture's buffer of another plan, if it has one, is given up."""
+    def _copy(self, capture: Capture, plan: DeliveryPlan) -> None:
+        """Fill a buffer of ``plan``; the capture's buffer of another plan, if it has one, is given up.
+
+        Copies from the host are made when this returns, those from a device are under way.
+        """
         buffer = capture.buffer
         if buffer is None or buffer.plan is not plan.rank_plan:
             self._pool.use_plan(plan.rank_plan)
@@ -398,7 +402,7 @@ class Saver:
         for placed in buffer.plan.objects:
             record = render_object(capture.snapshot.objects[placed.source], placed.capacity)
             buffer.put_object(placed, record)
-        capture.staging.run(timeout_s=_left_s(deadline))
+        capture.staging.help_copy()
 
     def _make_buffer(self, plan: RankPlan, *, pin: bool) -> CaptureBuffer:
         buffer = CaptureBuffer(plan)
@@ -422,19 +426,22 @@ class Saver:
     def _end(self, capture: Capture, outcome: Checkpoint | BaseException | None) -> None:
         """Give everything back, then tell: whoever wakes up finds the session ready for the next save."""
         handle, request = capture.handle, capture.request
-        capture.give_up(capture.error) if capture.error is not None else capture.staged.set()
-        capture.verify()
-        capture.staging.release()
-        self._pool.give_slot_back(capture.buffer)
+        try:
+            capture.staged.set()
+            capture.verify()
+            capture.staging.release()
+            self._pool.give_slot_back(capture.buffer)
+            if self._on_published is not None and outcome is not None and not isinstance(outcome, BaseException):
+                self._on_published(outcome)
+        except Exception:  # noqa: BLE001 - the outcome is settled, whatever tidying up runs into
+            _log.exception("after the save of step %s", request.step)
         if capture.skipped:
             handle.finish(_skipped(request), stage="skipped")
-        elif isinstance(outcome, BaseException) or outcome is None:
-            error = outcome if outcome is not None else capture.error
+        elif outcome is None or isinstance(outcome, BaseException):
+            error = outcome or capture.error or AssertionError("a save without an outcome")
             events.emit("save.failed", step=request.step, rank=self._group.rank, path=handle.path, error=repr(error))
-            handle.finish(error or AssertionError("a save without an outcome"), stage="failed")
+            handle.finish(error, stage="failed")
         else:
-            if self._on_published is not None:
-                self._on_published(outcome)
             events.emit("save.published", step=request.step, rank=self._group.rank, path=handle.path)
             handle.finish(outcome, stage="published")
         self._in_flight.pop(handle, None)
