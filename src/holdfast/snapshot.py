@@ -53,7 +53,9 @@ class _Known:
     """What stays true as long as the state keeps its structure."""
 
     tree: StateTree
+    fingerprint: int
     dtype: str | None
+    capacities: Mapping[str, int]
     encoded: bytes
     digest: str
     lazy: Mapping[str, torch.Tensor]
@@ -72,19 +74,20 @@ class SnapshotTaker:
         """The state as it is now. dtype: floating-point tensors are to be stored as this. Raises `ConfigError`."""
         collected = tree.collect()
         objects = {entry.name: dump_object(entry.value, name=entry.name) for entry in collected.objects}
-        outgrown = False
-        for name, payload in objects.items():
-            previous = self._capacities.get(name, 0)
-            self._capacities[name] = object_capacity(payload, previous)
-            outgrown |= self._capacities[name] != previous
+        capacities = {name: object_capacity(payload, self._capacities.get(name, 0)) for name, payload in objects.items()}
+        self._capacities |= capacities
         known = self._known
-        if known is None or outgrown or known.tree is not tree or known.dtype != dtype or not collected.unchanged:
-            structure = _with_dtype(structure_of(collected, self._capacities), dtype)
+        # Not by `unchanged`: that compares with the collection before, which may be one that didn't get here.
+        known_as = None if known is None else (known.tree, known.fingerprint, known.dtype, known.capacities)
+        if known is None or known_as != (tree, collected.fingerprint, dtype, capacities):
+            structure = _with_dtype(structure_of(collected, capacities), dtype)
             encoded = encode_structure(structure)
             lazy = {entry.name: entry.tensor for entry in collected.tensors if entry.lazy}
             known = self._known = _Known(
                 tree=tree,
+                fingerprint=collected.fingerprint,
                 dtype=dtype,
+                capacities=capacities,
                 encoded=encoded,
                 digest=digest_of(encoded),
                 lazy=lazy,

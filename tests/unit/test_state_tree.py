@@ -396,6 +396,41 @@ def test_another_object_under_the_same_key_is_seen() -> None:
     assert collected.tensors[0].tensor is state["model"].weight
 
 
+def test_a_change_first_seen_by_a_load_is_a_change_for_the_next_collection() -> None:
+    model = nn.Linear(2, 2)
+    tree = one_rank({"model": model})
+    first = tree.collect()
+    model.weight = nn.Parameter(torch.ones(2, 2))
+    tree.destinations({}, (), {})
+    collected = tree.collect()
+    assert not collected.unchanged
+    assert collected.fingerprint != first.fingerprint
+    assert model.weight in [entry.tensor for entry in collected.tensors if entry.name == "model.weight"]
+
+
+def test_a_change_first_seen_by_a_collection_that_failed_is_a_change_for_the_next() -> None:
+    class Moody(Loader):
+        fails = False
+
+        def state_dict(self) -> dict[str, Any]:
+            if self.fails:
+                raise RuntimeError("not now")
+            return super().state_dict()
+
+    model, moody = nn.Linear(2, 2), Moody()
+    tree = one_rank({"model": model, "moody": moody})
+    first = tree.collect()
+    model.lora = nn.Parameter(torch.ones(2))
+    moody.fails = True
+    with pytest.raises(RuntimeError, match="not now"):
+        tree.collect()
+    moody.fails = False
+    collected = tree.collect()
+    assert not collected.unchanged
+    assert collected.fingerprint != first.fingerprint
+    assert "model.lora" in {entry.name for entry in collected.tensors}
+
+
 def test_a_plain_tensor_of_another_shape_is_a_change() -> None:
     state: dict[str, Any] = {"x": torch.zeros(2)}
     tree = one_rank(state)

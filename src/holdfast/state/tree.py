@@ -99,6 +99,7 @@ class StateTree:
         self._lazy: list[TensorEntry] = []
         self._modules_only = False
         self._fingerprint = 0
+        self._stale = True
 
     def modules_only(self) -> StateTree:
         """A tree of the same state that sees only its modules: for saves that hold the model and nothing else.
@@ -122,19 +123,21 @@ class StateTree:
             return self._collect()
 
     def _collect(self) -> Collected:
-        parts, stands = self._refresh()
+        parts = self._refresh()
+        static, described, stands = self._static, self._described, not self._stale
+        # Until this has gone through: a collection that raises half way must not take a change with it.
+        self._stale = True
         if not stands:
-            known, described = self._static, self._described
-            self._static = tuple(
+            static = tuple(
                 entry for part in parts if isinstance(part, ModuleSource | OptimizerSource) for entry in part.tensors
             )
             # A second walk may well find the same: optimizer state that is nested is walked every time.
-            self._described = list(map(_describe, self._static))
-            stands = self._described == described and _same_tensors(known, self._static)
+            described = list(map(_describe, static))
+            stands = described == self._described and _same_tensors(static, self._static)
         sink = _Sink()
         for part in parts:
             _emit_values(part, sink)
-        tensors = self._static + tuple(sink.tensors) if sink.tensors else self._static
+        tensors = static + tuple(sink.tensors) if sink.tensors else static
         signature = (list(map(_describe, sink.tensors)), [entry.name for entry in sink.objects])
         lazy = [entry for entry in sink.tensors if entry.lazy]
         unchanged = stands and signature == self._signature and _same_tensors(lazy, self._lazy)
@@ -142,10 +145,12 @@ class StateTree:
             _check_names(tensors, sink.objects)
             self._fingerprint += 1
             self._signature, self._lazy = signature, lazy
+        self._static, self._described, self._stale = static, described, False
         return Collected(tensors, tuple(sink.objects), unchanged, self._fingerprint, self.group_ranks)
 
-    def _refresh(self) -> tuple[list[Part], bool]:
-        """All parts of the state, modules and optimizers brought up to date; and whether those stand as they were."""
+    def _refresh(self) -> list[Part]:
+        """All parts of the state, modules and optimizers brought up to date; notes in `_stale` if those had changed."""
+        was_stale, self._stale = self._stale, True
         parts = list(self._parts())
         modules = [part for part in parts if isinstance(part, ModuleSource)]
         optimizers = [part for part in parts if isinstance(part, OptimizerSource)]
@@ -160,7 +165,8 @@ class StateTree:
         for optimizer in optimizers:
             unchanged &= optimizer.refresh(modules, modules_unchanged=modules_unchanged)
         self._static_order = order
-        return parts, unchanged
+        self._stale = was_stale or not unchanged
+        return parts
 
     def _parts(self) -> Iterator[Part]:
         for key, value in self._state.items():
@@ -238,7 +244,7 @@ class StateTree:
         that saved (None: as many as per-rank names say). Top-level keys in ``exclude``, and with ``model_only`` all
         that aren't modules, are neither wanted nor unexpected.
         """
-        parts, _ = self._refresh()
+        parts = self._refresh()
         builder = LoadBuilder(
             stored_tensors, stored_objects, stored_paths, rank=self.rank, world=self.world, stored_world=stored_world
         )
