@@ -18,7 +18,6 @@ Does not: make plans (``plan.write``), or decide about publication (``commit``).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -29,6 +28,8 @@ from holdfast.outcome import AbortReason
 from holdfast.plan.structure import Structure, decode_structure
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
     from holdfast.coordination import Board
 
 

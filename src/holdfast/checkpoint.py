@@ -20,14 +20,15 @@ import torch
 from holdfast.boxes import Box, whole
 from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, HoldfastError, StorageError
 from holdfast.format.objects import load_object
+from holdfast.opening import open_source
 from holdfast.plan.read import Want, plan_reads
 from holdfast.reading import Destination, read_into
-from holdfast.source import Source, open_source
 from holdfast.state.entries import torch_dtype
-from holdfast.storage.reading import FileSet
 
 if TYPE_CHECKING:
     from holdfast.format.manifest import Manifest
+    from holdfast.source import Source
+    from holdfast.storage.reading import FileSet
 
 Index = tuple[slice | int, ...] | slice | int
 

@@ -17,12 +17,11 @@ import time
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy
+import numpy as np
 import torch
 
 from holdfast import events
 from holdfast._version import __version__
-from holdfast.capture import Capture, DeliveryPlan
 from holdfast.checkpoint import Checkpoint
 from holdfast.commit import Attempt, Deadlines
 from holdfast.engine.messages import FileRow
@@ -45,6 +44,7 @@ from holdfast.staging.stager import VERIFY_GRACE_S
 from holdfast.storage.lease import lease_name
 
 if TYPE_CHECKING:
+    from holdfast.capture import Capture, DeliveryPlan
     from holdfast.config import CheckpointConfig
     from holdfast.engine.client import EngineClient
     from holdfast.engine.messages import Reported
@@ -143,7 +143,7 @@ class Delivery:
             created=datetime.now(timezone.utc).isoformat(),
             metrics=request.metrics,
             resumable=request.resumable,
-            versions={"holdfast": __version__, "torch": str(torch.__version__), "numpy": numpy.__version__},
+            versions={"holdfast": __version__, "torch": str(torch.__version__), "numpy": np.__version__},
             reports=(),
             files=(ManifestFile(METADATA_NAME, len(metadata), xxh3_128(metadata)),),
         )

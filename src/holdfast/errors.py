@@ -102,7 +102,7 @@ class CheckpointExists(HoldfastError):
 
 
 class CheckpointCorrupt(HoldfastError):
-    """Stored bytes don't match what was committed: ``path``, and where known ``tensor`` and ``byte_range`` (start, end)."""
+    """Stored bytes aren't what was committed: ``path``, and where known ``tensor`` and ``byte_range`` (start, end)."""
 
     def __init__(
         self,

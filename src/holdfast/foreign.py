@@ -28,11 +28,8 @@ from holdfast.source import READ_THREADS, StoredObject, read_small
 from holdfast.storage.reading import Blamer, FileSet, StoredFile
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from holdfast.plan.read import ReadPlan
+    from holdfast.plan.read import Transfer
     from holdfast.plan.structure import PathItem
-    from holdfast.reading import Destination
 
 METADATA_BYTES_MAX: Final = 8 << 30
 SPLIT_KEYS: Final = ("model", "optimizer")
@@ -47,13 +44,12 @@ class ForeignSource:
     step: int | None = None
     manifest: Manifest | None = None
     world: int | None = None
-    is_foreign: bool = True
     checksummed: bool = False
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     objects: dict[str, StoredObject] = field(default_factory=dict)
     paths: dict[str, tuple[PathItem, ...]] = field(default_factory=dict)
     files: dict[str, StoredFile] = field(default_factory=dict)
-    records: dict[tuple[str, int], int] = field(default_factory=dict)
+    lengths: dict[tuple[str, int], int] = field(default_factory=dict)
     """Length of the record at each (file, offset)."""
 
     def check_listing(self) -> list[HoldfastError]:
@@ -64,7 +60,7 @@ class ForeignSource:
                 path=os.path.join(self.directory, name),
             )
             for name, file in self.files.items()
-            if file.size < 0 or any(name == of and at + length > file.size for (of, at), length in self.records.items())
+            if file.size < 0 or any(name == of and at + length > file.size for (of, at), length in self.lengths.items())
         ]
 
     def open_files(self, *, verify: bool) -> FileSet:
@@ -72,26 +68,16 @@ class ForeignSource:
         del verify
         return FileSet(self.directory, self.files, verify=False, threads=READ_THREADS, blame=Blamer({}))
 
-    def read_foreign(self, files: FileSet, plan: ReadPlan, destinations: Sequence[Destination]) -> None:
-        """Fill ``destinations``: each record is read and decoded once, and copied to all who want of it."""
-        from holdfast.reading import copy_region
+    @property
+    def records(self) -> ForeignSource:
+        """It reads its own records."""
+        return self
 
-        loaded: tuple[tuple[str, int], torch.Tensor] | None = None
-        for transfer in plan.transfers:
-            key = (transfer.file, transfer.payload_offset)
-            if loaded is None or loaded[0] != key:
-                loaded = (key, self._load_record(files, key, transfer.name, transfer.stored))
-            value = loaded[1]
-            for dim, (offset, base, size) in enumerate(
-                zip(transfer.region.offsets, transfer.stored.offsets, transfer.region.sizes, strict=True)
-            ):
-                value = value.narrow(dim, offset - base, size)
-            copy_region(destinations[transfer.dest].tensor, transfer, value)
-
-    def _load_record(self, files: FileSet, key: tuple[str, int], name: str, stored: Box) -> torch.Tensor:
-        file, offset = key
-        path = files.path_of(file)
-        data = bytes(files.read_span(file, offset, offset + self.records[key]))
+    def load(self, files: FileSet, shard: Transfer) -> torch.Tensor:
+        """The tensor in the record of ``shard``, through ``torch.load(weights_only=True)``."""
+        name, offset, sizes = shard.name, shard.payload_offset, shard.stored.sizes
+        path = files.path_of(shard.file)
+        data = bytes(files.read_span(shard.file, offset, offset + self.lengths[shard.file, offset]))
         try:
             value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:
@@ -101,10 +87,10 @@ class ForeignSource:
                 tensor=name,
                 byte_range=(offset, offset + len(data)),
             ) from error
-        if not isinstance(value, torch.Tensor) or tuple(value.shape) != stored.sizes:
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != sizes:
             found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise CheckpointCorrupt(
-                f"{path}: the record of {name} at byte {offset} should have shape {stored.sizes}, it has {found}",
+                f"{path}: the record of {name} at byte {offset} should have shape {sizes}, it has {found}",
                 path=path,
                 tensor=name,
                 byte_range=(offset, offset + len(data)),
@@ -151,7 +137,7 @@ def _add(source: ForeignSource, below: str, key: tuple[str, ...]) -> None:
         file = os.path.join(below, info.relative_path)
         offset = None if index.offset is None else tuple(index.offset)
         places[index.fqn, offset] = (file, info.offset, info.length)
-        source.records[file, info.offset] = info.length
+        source.lengths[file, info.offset] = info.length
         if file not in source.files:
             source.files[file] = StoredFile(file, _size_of(os.path.join(source.directory, file)), None)
     for name in names:

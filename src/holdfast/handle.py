@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import logging
 import threading
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from holdfast.errors import CallbackFailed, DeadlineExceeded, HoldfastError
+from holdfast.errors import DeadlineExceeded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
+    from holdfast.callbacks import Callbacks
     from holdfast.checkpoint import Checkpoint
 
 Stage = Literal["staging", "staged", "persisting", "published", "failed", "skipped"]
-
-_log = logging.getLogger("holdfast")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +51,7 @@ class SaveHandle:
         path: str,
         default_timeout_s: float,
         wait_staged: Callable[[SaveHandle, float | None], None],
+        callbacks: Callbacks,
     ) -> None:
         self.step = step
         self.path = path
@@ -64,8 +63,9 @@ class SaveHandle:
         self._future: concurrent.futures.Future[Checkpoint] = concurrent.futures.Future()
         self._future.set_running_or_notify_cancel()
         self._lock = threading.Lock()
-        self._callbacks: list[Callable[[SaveHandle], Any]] = []
-        self.callback_error: CallbackFailed | None = None
+        self._callbacks = callbacks
+        self._to_call: list[Callable[[SaveHandle], Any]] = []
+        self._thread_id = threading.get_ident()
 
     def __repr__(self) -> str:
         return f"<SaveHandle step={self.step} stage={self._stage} path={self.path!r} attempt={self.attempt}>"
@@ -108,16 +108,16 @@ class SaveHandle:
         return self._future.done()
 
     def add_done_callback(self, fn: Callable[[SaveHandle], Any]) -> None:
-        """Call ``fn(handle)`` once the save has ended; at once if it has.
+        """Call ``fn(handle)`` once the save has ended, on a background thread; at once, on this one, if it has.
 
-        Runs on a background thread. If it raises, the checkpoint stands, and `CallbackFailed` is raised at the
+        It may wait for other saves. If it raises, the checkpoint stands, and `CallbackFailed` is raised at the
         manager's next call (or logged, where there is no manager).
         """
         with self._lock:
             if not self._future.done():
-                self._callbacks.append(fn)
+                self._to_call.append(fn)
                 return
-        self._call(fn)
+        self._callbacks.run_now(fn, self)
 
     def __await__(self) -> Generator[Any, None, Checkpoint]:
         return asyncio.wrap_future(self._future).__await__()
@@ -125,8 +125,9 @@ class SaveHandle:
     def _settle(self, timeout: float | None) -> None:
         limit_s = self._default_timeout_s if timeout is None else timeout
         deadline = time.monotonic() + limit_s
-        if not self._future.done():
-            self._wait_staged(self, min(limit_s, max(0.0, deadline - time.monotonic())))
+        # Only the thread that trains can say that the state held still, and only it would keep the save waiting.
+        if not self._future.done() and threading.get_ident() == self._thread_id:
+            self._wait_staged(self, limit_s)
         try:
             self._future.exception(max(0.0, deadline - time.monotonic()))
         except concurrent.futures.TimeoutError:
@@ -150,33 +151,17 @@ class SaveHandle:
             self._stats = replace(self._stats, **added)
 
     def finish(self, outcome: Checkpoint | BaseException, *, stage: Stage) -> None:
-        """End the save, then run the callbacks; the first call wins."""
+        """End the save, then have the callbacks run; the first call wins."""
         with self._lock:
             if self._future.done():
                 return
             self._stage = stage
-            if isinstance(outcome, BaseException):
-                self._future.set_exception(outcome)
-            else:
-                self._future.set_result(outcome)
-            callbacks, self._callbacks = self._callbacks, []
-        for fn in callbacks:
-            self._call(fn)
 
-    def _call(self, fn: Callable[[SaveHandle], Any]) -> None:
-        try:
-            fn(self)
-        except Exception as error:
-            failed = CallbackFailed(
-                f"callback {fn!r} of the save of step {self.step} raised {error!r}; the checkpoint at {self.path} "
-                f"{'stands' if self._stage == 'published' else 'was not published for another reason'}",
-                checkpoint=self.path,
-            )
-            failed.__cause__ = error
-            self.callback_error = failed
-            _log.warning("%s", failed, exc_info=error)
+            def end() -> None:
+                if isinstance(outcome, BaseException):
+                    self._future.set_exception(outcome)
+                else:
+                    self._future.set_result(outcome)
 
-
-def is_expected(error: BaseException) -> bool:
-    """Whether an error is one of ours, already told in full."""
-    return isinstance(error, HoldfastError)
+            to_call, self._to_call = self._to_call, []
+            self._callbacks.run_after(end, to_call, self)

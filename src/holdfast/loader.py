@@ -13,30 +13,30 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from holdfast import events
-from holdfast.agreement import Votes
 from holdfast.boxes import Box, whole
 from holdfast.checkpoint import Checkpoint, read_objects
 from holdfast.errors import CheckpointCorrupt, StorageError
 from holdfast.format.manifest import MANIFEST_NAME
+from holdfast.opening import open_source
 from holdfast.optimizer_hook import before_any_update
 from holdfast.plan.placement import local_boxes
 from holdfast.plan.read import Want, plan_reads
 from holdfast.reading import Destination, read_into
-from holdfast.source import HoldfastSource, Source, open_source
+from holdfast.source import HoldfastSource, Source
 from holdfast.state.entries import local_tensor
 from holdfast.state.loading import Loading, StoredInfo, mismatch_error
 from holdfast.state.structure import layout_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
+    from holdfast.agreement import Votes
     from holdfast.group import Group
     from holdfast.state.tree import StateTree
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from holdfast.plan.read import ReadPlan
-    from holdfast.source import Source
+    from holdfast.source import RecordReader, Source
 
 READ_THREADS: Final = 2
 SPAN_BYTES_MAX: Final = 16 << 20
@@ -50,8 +50,8 @@ class Destination:
 
 def read_into(files: FileSet, plan: ReadPlan, destinations: Sequence[Destination], source: Source) -> None:
     """Fill ``destinations`` (indexed by `Transfer.dest`) by ``plan``; returns when all is read and verified."""
-    if source.is_foreign:
-        source.read_foreign(files, plan, destinations)
+    if source.records is not None:
+        _read_records(files, plan, destinations, source.records)
         return
     work: list[Callable[[], None]] = []
     for name, transfers in plan.by_file().items():
@@ -64,6 +64,21 @@ def read_into(files: FileSet, plan: ReadPlan, destinations: Sequence[Destination
         )
     with torch.no_grad():
         files.read(work)
+
+
+def _read_records(files: FileSet, plan: ReadPlan, destinations: Sequence[Destination], records: RecordReader) -> None:
+    """Each record is read and decoded once, and copied to all who want of it; transfers come in the order of records."""
+    key: tuple[str, int] | None = None
+    value = torch.empty(0)
+    for transfer in plan.transfers:
+        if key != (transfer.file, transfer.payload_offset):
+            key, value = (transfer.file, transfer.payload_offset), records.load(files, transfer)
+        part = value
+        for dim, (offset, base, size) in enumerate(
+            zip(transfer.region.offsets, transfer.stored.offsets, transfer.region.sizes, strict=True)
+        ):
+            part = part.narrow(dim, offset - base, size)
+        copy_region(destinations[transfer.dest].tensor, transfer, part)
 
 
 def _sort(

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 
 from holdfast import _torch_compat as compat
 from holdfast.format.objects import ObjectPayload, dump_object, object_capacity
@@ -23,6 +22,8 @@ from holdfast.state.tree import StateTree, update_targets
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,9 @@ class SnapshotTaker:
         """The state as it is now. dtype: floating-point tensors are to be stored as this. Raises `ConfigError`."""
         collected = tree.collect()
         objects = {entry.name: dump_object(entry.value, name=entry.name) for entry in collected.objects}
-        capacities = {name: object_capacity(payload, self._capacities.get(name, 0)) for name, payload in objects.items()}
+        capacities = {
+            name: object_capacity(payload, self._capacities.get(name, 0)) for name, payload in objects.items()
+        }
         self._capacities |= capacities
         known = self._known
         # Not by `unchanged`: that compares with the collection before, which may be one that didn't get here.

@@ -1,8 +1,7 @@
 """Where a load reads from: one checkpoint directory, with what lies where in it.
 
-`open_source` finds out who wrote a directory. A Holdfast checkpoint has a manifest: reports are decoded, each against
-its digest, when their content is first asked for. A directory with only a stock ``.metadata`` is opened by
-``foreign``.
+`Source` is what a load needs to know. `HoldfastSource` finds it in a manifest and its reports, each decoded against
+its digest when it is first asked for; ``foreign`` finds it in a stock ``.metadata``; ``opening`` knows which is which.
 
 Guarantees: opening never writes; everything decoded was matched with its digest, and names found in it can't lead
 out of the directory.
@@ -17,10 +16,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Final, Protocol
 
 from holdfast.boxes import Box
-from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, HoldfastError, StorageError
+from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, HoldfastError, StorageError
 from holdfast.format.manifest import (
     MANIFEST_NAME,
-    METADATA_NAME,
     Manifest,
     RankIndex,
     Report,
@@ -33,11 +31,12 @@ from holdfast.plan.read import StoredShard, StoredTensor
 from holdfast.storage.reading import Blamer, FileSet, StoredFile
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from holdfast.plan.read import ReadPlan
+    import torch
+
+    from holdfast.plan.read import Transfer
     from holdfast.plan.structure import PathItem
-    from holdfast.reading import Destination
 
 READ_THREADS: Final = 2
 MANIFEST_BYTES_MAX: Final = 1 << 30
@@ -51,6 +50,14 @@ class StoredObject:
     file: str
     offset: int
     nbytes: int
+
+
+class RecordReader(Protocol):
+    """Reads stored shards one whole record at a time."""
+
+    def load(self, files: FileSet, shard: Transfer) -> torch.Tensor:
+        """The whole shard that ``shard.stored`` names, in host memory; `CheckpointCorrupt` if it isn't that."""
+        ...
 
 
 class Source(Protocol):
@@ -68,7 +75,10 @@ class Source(Protocol):
         ...
 
     @property
-    def is_foreign(self) -> bool: ...
+    def records(self) -> RecordReader | None:
+        """How to read tensors where payloads can't be read in place: a foreign directory's whole records."""
+        ...
+
     @property
     def checksummed(self) -> bool: ...
     @property
@@ -84,13 +94,12 @@ class Source(Protocol):
         ...
 
     def open_files(self, *, verify: bool) -> FileSet: ...
-    def read_foreign(self, files: FileSet, plan: ReadPlan, destinations: Sequence[Destination]) -> None: ...
 
 
 class HoldfastSource:
     """A directory that Holdfast published."""
 
-    is_foreign: Final = False
+    records: Final = None
     checksummed: Final = True
 
     def __init__(self, directory: str, manifest: Manifest) -> None:
@@ -195,57 +204,11 @@ class HoldfastSource:
                 rows.setdefault(names[kept.file], []).append((kept.offset, kept.offset + kept.capacity, kept.name))
         return FileSet(self.directory, self.files, verify=verify, threads=READ_THREADS, blame=Blamer(rows))
 
-    def read_foreign(self, files: FileSet, plan: ReadPlan, destinations: Sequence[Destination]) -> None:
-        raise AssertionError("a Holdfast checkpoint is read by extents")
-
-
-def open_source(path: str) -> Source:
-    """The checkpoint at ``path``; where that is a manager's root, its newest step.
-
-    Raises `CheckpointNotFound`, `CheckpointCorrupt`, `ConfigError` for a path that can't be one.
-    """
-    from holdfast.foreign import find_foreign
-
-    if "://" in path:
-        raise ConfigError(f"{path}: object stores are not in this release; give a directory", field="path")
-    directory = os.path.abspath(path)
-    if os.path.isfile(directory):
-        raise ConfigError(f"{directory} is a file; a checkpoint is a directory", field="path")
-    if os.path.lexists(os.path.join(directory, MANIFEST_NAME)):
-        return open_holdfast(directory)
-    if foreign := find_foreign(directory):
-        return foreign
-    steps = published_steps(directory)
-    if steps:
-        return open_holdfast(os.path.join(directory, steps[-1][1]))
-    raise CheckpointNotFound(
-        f"no checkpoint at {directory}: it has neither {MANIFEST_NAME} nor {METADATA_NAME}, nor published steps below"
-        + ("" if os.path.isdir(directory) else " (it doesn't exist)"),
-        path=directory,
-    )
-
 
 def open_holdfast(directory: str) -> HoldfastSource:
     """The Holdfast checkpoint in ``directory``. Raises `CheckpointNotFound` where there is no manifest."""
     path = os.path.join(directory, MANIFEST_NAME)
     return HoldfastSource(directory, decode_manifest(read_small(path, limit=MANIFEST_BYTES_MAX), path=path))
-
-
-def published_steps(root: str) -> list[tuple[int, str]]:
-    """(step, directory name) of every checkpoint below ``root``, oldest step first, by their manifests."""
-    try:
-        names = [name for name in os.listdir(root) if not name.startswith(".")]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise refused(root, error) from error
-    found = []
-    for name in names:
-        if os.path.isfile(os.path.join(root, name, MANIFEST_NAME)):
-            step = open_holdfast(os.path.join(root, name)).step
-            if step is not None:
-                found.append((step, name))
-    return sorted(found)
 
 
 def read_small(path: str, *, limit: int, committed: bool = False) -> bytes:
