@@ -77,7 +77,7 @@ def load_state(
         loading = _fit(tree, source, options)
         if options.strict and (loading.missing or loading.mismatched):
             error = _mismatch(source, loading, loading.unexpected)
-    except Exception as failed:
+    except Exception as failed:  # noqa: BLE001 - raised by `settle`, after the other ranks have been told
         error = failed
     unexpected = votes.settle(
         error, unexpected=loading.unexpected if loading is not None else (), timeout_s=options.timeout_s
@@ -90,7 +90,7 @@ def load_state(
     try:
         _fill(loading, source, group, options)
         objects = read_objects(source, loading.objects, verify=options.verify)
-    except Exception as failed:
+    except Exception as failed:  # noqa: BLE001 - raised by `settle`, after the other ranks have been told
         error = failed
     votes.settle(error, timeout_s=options.timeout_s)
     loading.finish(objects)
@@ -106,9 +106,7 @@ def _open_together(choose: Callable[[], str], group: Group, votes: Votes, timeou
     try:
         source = open_source(choose())
         if isinstance(source, HoldfastSource):
-            problems = source.check_listing()
-            if problems:
-                raise problems[0]
+            source.raise_for_listing()
     except Exception as error:
         votes.share(None, error, timeout_s=timeout_s)
         raise
@@ -133,7 +131,7 @@ def _open_chosen(choice: _Choice, votes: Votes, timeout_s: float) -> Source:
                 path=path,
                 errno=None,
             )
-    except Exception as failed:
+    except Exception as failed:  # noqa: BLE001 - raised by `settle`, after the other ranks have been told
         error = failed
     votes.settle(error, timeout_s=timeout_s)
     if source is None:

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import TracebackType
 
+    from typing_extensions import Self
+
     from holdfast.checkpoint import Checkpoint
     from holdfast.handle import SaveHandle
 
@@ -92,7 +94,7 @@ class CheckpointManager:
         if not config.load_only:
             self._start_writing()
 
-    def __enter__(self) -> CheckpointManager:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -67,7 +67,7 @@ def read_into(files: FileSet, plan: ReadPlan, destinations: Sequence[Destination
 
 
 def _read_records(files: FileSet, plan: ReadPlan, destinations: Sequence[Destination], records: RecordReader) -> None:
-    """Each record is read and decoded once, and copied to all who want of it; transfers come in the order of records."""
+    """Each record is read and decoded once, and copied to all who want of it; transfers come in record order."""
     key: tuple[str, int] | None = None
     value = torch.empty(0)
     for transfer in plan.transfers:

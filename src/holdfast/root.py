@@ -107,9 +107,10 @@ def foreign_steps(storage: Storage, name_template: str) -> list[tuple[int, str]]
     found: list[tuple[int, str]] = []
     for entry in storage.list_dir(""):
         step = step_of(entry, name_template)
-        if step is not None and storage.size(f"{entry}/{MANIFEST_NAME}") is None:
-            if storage.size(f"{entry}/{METADATA_NAME}") is not None:
-                found.append((step, entry))
+        if step is None or storage.size(f"{entry}/{MANIFEST_NAME}") is not None:
+            continue
+        if storage.size(f"{entry}/{METADATA_NAME}") is not None:
+            found.append((step, entry))
     return sorted(found)
 
 

@@ -194,6 +194,11 @@ class HoldfastSource:
             problems.append(refused(self.directory, error))
         return problems
 
+    def raise_for_listing(self) -> None:
+        """Raise the first thing `check_listing` finds."""
+        for problem in self.check_listing():
+            raise problem
+
     def open_files(self, *, verify: bool) -> FileSet:
         rows: dict[str, list[tuple[int, int, str]]] = {}
         for report, index in self._reports:

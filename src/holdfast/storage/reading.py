@@ -20,12 +20,15 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import xxhash
 
 from holdfast.errors import CheckpointCorrupt, StorageError
 from holdfast.format.manifest import EXTENT_BYTES
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 JOB_EXTENTS: Final = 4
 HASH_PIECE_BYTES: Final = 256 << 10
@@ -79,7 +82,7 @@ class FileSet:
         self._threads = threads
         self.bytes_read = 0
 
-    def __enter__(self) -> FileSet:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -251,18 +254,15 @@ class FileSet:
             raise CheckpointCorrupt(f"{path} is missing; it was committed with {file.size} bytes", path=path) from error
         except OSError as error:
             raise _refused(path, error) from error
-        try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode) or status.st_size != file.size:
-                raise CheckpointCorrupt(
-                    f"{path} has {status.st_size} bytes; it was committed as a file of {file.size}",
-                    path=path,
-                    byte_range=(min(status.st_size, file.size), max(status.st_size, file.size)),
-                )
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
+        status = os.fstat(fd)
+        if stat.S_ISREG(status.st_mode) and status.st_size == file.size:
+            return fd
+        os.close(fd)
+        raise CheckpointCorrupt(
+            f"{path} has {status.st_size} bytes; it was committed as a file of {file.size}",
+            path=path,
+            byte_range=(min(status.st_size, file.size), max(status.st_size, file.size)),
+        )
 
 
 def _refused(path: str, error: OSError) -> StorageError:
