@@ -45,7 +45,7 @@ from holdfast.format.manifest import (
 )
 from holdfast.news import Begun, CommitVote, End, News
 from holdfast.outcome import Aborted, AbortReason, InDoubt, Outcome, Published
-from holdfast.publish import clear_scaffolding, find_gap, finish_manifest, note_overwritten, publish, rename_once
+from holdfast.publish import clear_scaffolding, find_gap, finish_manifest, note_overwritten, publish, withdraw
 from holdfast.root import attempt_at, hidden_name, is_occupied
 from holdfast.transitions import Actor, State, advance
 
@@ -308,18 +308,9 @@ class Attempt:
 
     def _try_remove(self) -> bool:
         """Rename the attempt to trash, durably; True when that is so."""
-        target = hidden_name(self.name, self.id, "trash")
-        try:
-            if self._storage.exists(self.directory):
-                rename_once(self._storage, self.directory, target)
-            self._storage.sync_dir("")
-            if self._storage.exists(target):
-                self.trash = (target,)
-            visible = attempt_at(self._storage, self.name) == self.id
-        except StorageError as error:
-            _log.warning("attempt %s could not be moved to the trash: %s", self.id, error)
-            return False
-        return not visible
+        trash = withdraw(self._storage, self.directory, self.name, self.id)
+        self.trash = trash or self.trash
+        return trash is not None
 
     def _announce(self, note: End) -> None:
         try:
