@@ -41,8 +41,13 @@ class Callbacks:
             end()
             self._waiting.extend((fn, handle) for fn in fns)
             if self._waiting and self._thread is None:
-                self._thread = threading.Thread(target=self._run_all, name="holdfast-callbacks", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run_all, name="holdfast-callbacks", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    _log.error("callbacks of saves must wait for a thread, the system has none left: %s", error)
+                    return
+                self._thread = thread
 
     def run_now(self, fn: Callable[[SaveHandle], Any], handle: SaveHandle) -> None:
         """Call ``fn(handle)`` on this thread; what it raises is kept, but for what ends a program."""

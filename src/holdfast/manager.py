@@ -392,9 +392,9 @@ class CheckpointManager:
             error = handle.exception(0)
             if error is not None and handle.stage != "skipped":
                 failures.append(error)
-            if handle.callback_error is not None:
-                failures.append(handle.callback_error)
         self._handles = kept
+        if self._saver is not None:
+            failures += self._saver.callbacks.take_failures()
         for error in failures[0 if self._config.on_error == "warn" else 1 :]:
             _log.error("%s", error, exc_info=error)
             warnings.warn(str(error), stacklevel=3)

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Final
 
 from holdfast import events
 from holdfast.agreement import Agreement, Ballot
+from holdfast.callbacks import Callbacks
 from holdfast.capture import Capture, CapturePool, DeliveryPlan, SaveRequest
 from holdfast.delivery import Delivery
 from holdfast.engine.client import EngineClient
@@ -89,7 +90,9 @@ class Saver:
         config: CheckpointConfig,
         *,
         on_published: Callable[[Checkpoint], None] | None = None,
+        on_end: Callable[[], None] | None = None,
     ) -> None:
+        """``on_published`` and ``on_end`` are called in the background before a handle tells that its save has ended."""
         self._storage = storage
         self._group = group
         self._config = config
@@ -103,6 +106,8 @@ class Saver:
         )
         self._delivery = Delivery(storage, group, self._engine, config)
         self._on_published = on_published
+        self._on_end = on_end
+        self.callbacks = Callbacks()
         self._pool = CapturePool(config.in_flight, retire=self._retire)
         self._plan: DeliveryPlan | None = None
         self._snapshots = SnapshotTaker()
@@ -139,6 +144,7 @@ class Saver:
             path=self._storage.path(request.name),
             default_timeout_s=self._longest_s(),
             wait_staged=self._wait_staged_of,
+            callbacks=self.callbacks,
         )
         self._in_flight[handle] = None
         events.emit("save.started", step=request.step, rank=self._group.rank, path=handle.path)
