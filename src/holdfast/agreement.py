@@ -192,6 +192,7 @@ class Votes:
     def __init__(self, board: Board) -> None:
         self._board = board
         self._number = 0
+        self._swept = 1
 
     def share(self, value: bytes | None, error: BaseException | None, *, timeout_s: float) -> bytes:
         """The coordinator's ``value`` on every rank, or its error; other ranks pass None for both."""
@@ -238,12 +239,22 @@ class Votes:
             wait_all_arrived(board, key, timeout_s=timeout_s, waiting_for="every rank's verdict on the load")
             keys = [f"{key}/{rank}" for rank in range(board.world)]
             data = board.gather(keys, timeout_s=timeout_s, waiting_for="verdicts on the load")
+            self._sweep()
         except DeadlineExceeded as late:
             return _Vote(AbortReason.of(late, rank=0))
         votes = [msgspec.msgpack.decode(item, type=_Vote) for item in data]
         first = next((vote.reason for vote in votes if vote.reason is not None), None)
         common = set(votes[0].unexpected).intersection(*(vote.unexpected for vote in votes[1:]))
         return _Vote(first, tuple(sorted(common)))
+
+    def _sweep(self) -> None:
+        """Delete the keys of earlier votes: every rank has left them behind, as all have voted now."""
+        for left in range(self._swept, self._number):
+            key = f"vote/{left}"
+            forget_arrivals(self._board, key)
+            for name in (key, f"{key}/verdict", *(f"{key}/{rank}" for rank in range(self._board.world))):
+                self._board.delete(name)
+        self._swept = self._number
 
     def _next_key(self) -> str:
         self._number += 1
