@@ -74,7 +74,11 @@ class SnapshotTaker:
     def take(self, tree: StateTree, dtype: str | None) -> Snapshot:
         """The state as it is now. dtype: floating-point tensors are to be stored as this. Raises `ConfigError`."""
         collected = tree.collect()
-        objects = {entry.name: dump_object(entry.value, name=entry.name) for entry in collected.objects}
+        dumped: dict[int, ObjectPayload] = {}  # options of a group under each of its parameters are one object
+        for entry in collected.objects:
+            if id(entry.value) not in dumped:
+                dumped[id(entry.value)] = dump_object(entry.value, name=entry.name)
+        objects = {entry.name: dumped[id(entry.value)] for entry in collected.objects}
         capacities = {
             name: object_capacity(payload, self._capacities.get(name, 0)) for name, payload in objects.items()
         }

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 from holdfast.state.tree import StateTree
 
@@ -92,6 +92,21 @@ def test_two_optimizers_over_one_model() -> None:
     optimizers = [torch.optim.AdamW(model.layers.parameters()), torch.optim.SGD(model.head.parameters(), momentum=0.9)]
     step(model, *optimizers)
     assert our_names({"model": model, "optimizer": optimizers}) == stock_names(model, *optimizers)
+
+
+def test_pipeline_stages_note_options_under_each_parameter() -> None:
+    """As stock does when told to flatten: group numbers of different ranks would mean different groups."""
+    model = Net()
+    optimizer = torch.optim.AdamW([{"params": model.layers.parameters(), "lr": 0.1}, {"params": model.head.parameters()}])
+    step(model, optimizer)
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    stock = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=flat),
+    }
+    ours = our_names({"model": [model], "optimizer": optimizer})
+    assert ours == set(flatten_state_dict(stock)[0])
+    assert "optimizer.param_groups.head.weight.lr" in ours
 
 
 @pytest.mark.parametrize("wrap", ["checkpoint", "compile", "compile_child", "compile_in_place", "both"])

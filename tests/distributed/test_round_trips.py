@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from launch import in_world, run_job
+from pipeline import inside_pipeline, pipeline_state, stock_pipeline_form
 from worlds import (
     Parallelize,
     assert_same,
@@ -81,10 +83,29 @@ def parameter_addresses(state: dict[str, Any]) -> dict[str, int]:
     return {name: value.data_ptr() for name, value in inside(state).items() if name.startswith("parameter")}
 
 
+def write_pipeline(directory: Path, state: dict[str, Any]) -> None:
+    holdfast.save(state, directory, timeout=60)
+    dcp.save(stock_pipeline_form(state), checkpoint_id=f"{directory}-stock")
+
+
+def read_pipeline(directory: Path, stages: list[int], *, fresh: bool = False, together: bool = False) -> None:
+    what = f"{directory.name} by a rank with stages {stages}"
+    expected = pipeline_state(stages, TAG, together=together)
+    for source in (directory, Path(f"{directory}-stock")):
+        state = pipeline_state(stages, "other", fresh=fresh, together=together)
+        holdfast.load(state, source, timeout=60)
+        assert_same(inside_pipeline(state), inside_pipeline(expected), what)
+    if not together:
+        stock = stock_pipeline_form(pipeline_state(stages, "other"))
+        dcp.load(stock, checkpoint_id=directory)
+        assert_same(dict(leaves_of(stock)), dict(leaves_of(stock_pipeline_form(expected))), what)
+
+
 # jobs ------------------------------------------------------------------------------------------------------------
 
 
 def two_write(place: str) -> None:
+    write_pipeline(Path(place) / "2-pipeline", pipeline_state([dist.get_rank()], TAG))
     write_both(Path(place) / "2-fsdp", states_of(fsdp)[0])
     write_both(Path(place) / "2-tp", states_of(tensor_parallel)[0])
 
@@ -105,6 +126,9 @@ def one_reads_and_writes(place: str) -> None:
     root = Path(place)
     for name in ("2-fsdp", "2-tp", *(f"4-{name}" for name in FOUR_KINDS)):
         read_both(root / name, single, fresh=name == "4-fsdp")
+    read_pipeline(root / "2-pipeline", [0, 1])
+    read_pipeline(root / "2-pipeline", [0, 1], fresh=True, together=True)
+    write_pipeline(root / "1-pipeline", pipeline_state([0, 1], TAG))
     write_both(root / "1", states_of(single)[0])
     read_both(root / "1", single)
 
@@ -121,6 +145,9 @@ def two_read(place: str) -> None:
         read_both(root / name, fsdp)
         read_both(root / name, tensor_parallel)
     read_both(root / "4-fsdp-tp", ddp)
+    for name in ("1-pipeline", "2-pipeline"):
+        read_pipeline(root / name, [dist.get_rank()])
+        read_pipeline(root / name, [1 - dist.get_rank()], fresh=True)
 
 
 def all_worlds(place: str) -> None:

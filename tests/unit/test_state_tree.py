@@ -140,7 +140,7 @@ def test_lists_of_modules_merge_and_other_lists_are_numbered() -> None:
     optimizers = [torch.optim.SGD(part.parameters(), momentum=0.9) for part in (first, second)]
     found = names({"model": [first, second], "optimizer": optimizers, "others": [Loader(), nn.Linear(1, 1)]})
     assert {"model.a.weight", "model.b.weight", "others.0.pos", "others.1.weight"} <= found
-    assert {"optimizer.param_groups.0.lr", "optimizer.param_groups.1.lr"} <= found
+    assert {"optimizer.param_groups.a.weight.lr", "optimizer.param_groups.b.bias.lr"} <= found
 
 
 def test_stages_that_collide_are_refused() -> None:

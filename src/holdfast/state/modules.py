@@ -45,9 +45,11 @@ class _Seen(NamedTuple):
 class ModuleSource:
     """The tensors of the module, or the pipeline stages, at one path of the state."""
 
-    def __init__(self, path: Path, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, path: Path, modules: Sequence[nn.Module], *, staged: bool = False) -> None:
         self.path = path
         self.modules = tuple(modules)
+        self.staged = staged
+        """They came as a list: other ranks may hold other stages of the same model."""
         self.tensors: list[TensorEntry] = []
         self.extra_states: list[tuple[Path, nn.Module]] = []
         self.fqn_of: dict[int, str] = {}

@@ -2,6 +2,8 @@
 
     <key>.state.<fqn>.<k>         state of the parameter that its module names <fqn>; tensors and plain values
     <key>.param_groups.<i>.<k>    options of group i; "params" is the list of the group's <fqn>s
+    <key>.param_groups.<fqn>.<k>  instead, for parameters of a list of modules (pipeline stages): every rank numbers the
+                                  groups of its own stages from 0, so numbers would mix up the options of different ranks
 
 Guarantees: no state is created, no ``state_dict()`` called, no hook run. A list of optimizers merges: state by name,
 groups numbered on from one to the next, as stock does for several optimizers over one model.
@@ -10,9 +12,6 @@ How a parameter is named: after the first module of the state that holds all par
 after the first that holds it. Where that gives one name to two parameters (an optimizer over two models), all of this
 key's names are prefixed by their module's own key (``actor.layers.0.weight``). A parameter in no module of the state
 is named by its position among the key's parameters, as a plain ``optimizer.state_dict()`` numbers it.
-
-With pipeline stages each rank's "params" list differs under one name; the lowest rank's is kept. Nothing depends on
-it: options are matched by group number, state by name.
 """
 
 from __future__ import annotations
@@ -78,6 +77,7 @@ class OptimizerSource:
         self._params: list[torch.Tensor] = []
         self._sizes: list[int] = []
         self._fqn_lists: list[list[str]] = []
+        self._by_parameter = False
         self._keys: list[Any] = []
         self._holders: list[Any] = []
         self._is_tensor: list[bool] = []
@@ -96,6 +96,7 @@ class OptimizerSource:
         if not names_stand:
             self._params, self._sizes = params, sizes
             self.fqn_of = _names(params, modules)
+            self._by_parameter = any(module.staged for module in _homes(params, modules))
             fqns = iter([self.fqn_of[id(param)] for param in params])
             self._fqn_lists = [[next(fqns) for _ in range(size)] for size in sizes]
         self._walk()
@@ -182,15 +183,20 @@ class OptimizerSource:
 
     def options(self) -> list[tuple[Path, Any]]:
         """Every option of every group, by path, as it is now; all but the parameters."""
+        groups = groups_of(self.optimizers)
+        labels = self._fqn_lists if self._by_parameter else [[index] for index in range(len(groups))]
         return [
-            ((*self.path, _GROUPS, index, key), value)
-            for index, group in enumerate(groups_of(self.optimizers))
+            ((*self.path, _GROUPS, label, key), value)
+            for group, group_labels in zip(groups, labels, strict=True)
+            for label in group_labels
             for key, value in group.items()
             if key != _PARAMS
         ]
 
     def members(self) -> list[ObjectEntry]:
-        """Every group's list of parameter names."""
+        """Every group's list of parameter names, unless its options are noted under each of them."""
+        if self._by_parameter:
+            return []
         paths: list[Path] = [(*self.path, _GROUPS, index, _PARAMS) for index in range(len(self._fqn_lists))]
         return [ObjectEntry(joined(path), path, fqns) for path, fqns in zip(paths, self._fqn_lists, strict=True)]
 
@@ -213,9 +219,14 @@ class OptimizerSource:
         return found
 
 
-def _names(params: Sequence[torch.Tensor], modules: Sequence[ModuleSource]) -> dict[int, str]:
+def _homes(params: Sequence[torch.Tensor], modules: Sequence[ModuleSource]) -> Sequence[ModuleSource]:
+    """The first module that holds all ``params``, else all that hold any."""
     whole = [module for module in modules if all(id(param) in module.fqn_of for param in params)]
-    homes = whole[:1] or modules
+    return whole[:1] or [module for module in modules if any(id(param) in module.fqn_of for param in params)]
+
+
+def _names(params: Sequence[torch.Tensor], modules: Sequence[ModuleSource]) -> dict[int, str]:
+    homes = _homes(params, modules)
     found: dict[int, str] = {}
     prefixed: dict[int, str] = {}
     for index, param in enumerate(params):

@@ -210,6 +210,8 @@ def _plan_options(
     base = f"{names.groups}{index}"
     if names.by_parameter:
         bases = [names.groups + part.fqn_of[id(param)] for param in group["params"]]
+        if not bases:
+            return False
         base = next((base for base in bases if builder.names.any_below(base)), base)
         for other in bases:
             builder.use(builder.names.below(other))

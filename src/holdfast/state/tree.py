@@ -184,7 +184,7 @@ class StateTree:
             inside = path if PER_RANK in path else (*path, PER_RANK)
             yield from self._walk(inside, value.value, holder=value, key=None)
         elif (modules := _as_modules(value)) is not None:
-            yield self._module_source(path, modules)
+            yield self._module_source(path, modules, staged=not isinstance(value, nn.Module))
         elif (optimizers := as_optimizers(value)) is not None:
             yield self._optimizer_source(path, optimizers)
         elif _is_stateful(value):
@@ -206,11 +206,11 @@ class StateTree:
         else:
             yield LeafPart(path, holder, key, value)
 
-    def _module_source(self, path: Path, modules: tuple[nn.Module, ...]) -> ModuleSource:
+    def _module_source(self, path: Path, modules: tuple[nn.Module, ...], *, staged: bool) -> ModuleSource:
         known = self._sources.get(path)
-        if isinstance(known, ModuleSource) and same_objects(known.modules, modules):
+        if isinstance(known, ModuleSource) and known.staged == staged and same_objects(known.modules, modules):
             return known
-        return ModuleSource(path, modules)
+        return ModuleSource(path, modules, staged=staged)
 
     def _optimizer_source(self, path: Path, optimizers: tuple[Optimizer, ...]) -> OptimizerSource:
         known = self._sources.get(path)
