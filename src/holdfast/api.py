@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from holdfast.agreement import Votes
 from holdfast.capture import SaveRequest
 from holdfast.checkpoint import Checkpoint, open_checkpoint
 from holdfast.config import CheckpointConfig, checked_seconds
-from holdfast.errors import ConfigError, HoldfastError
+from holdfast.errors import ConfigError
 from holdfast.group import open_group
 from holdfast.loader import LoadOptions, load_state
 from holdfast.manager import checked_metrics, checked_path, checked_step
@@ -29,8 +29,9 @@ from holdfast.storage.lock import RootLock
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from holdfast.group import Group
     from holdfast.handle import SaveHandle
+
+LOCK_PATIENCE_S: Final = 10.0
 
 
 def save(
@@ -52,17 +53,11 @@ def save(
     Raises `ConfigError`, `CheckpointExists`, `SaveFailed`, `StorageError`, `DeadlineExceeded`, `OutcomeUnknown`; the
     same on every rank. Nothing is visible at ``path`` unless this returned.
     """
-    handle = async_save(
-        state,
-        path,
-        step=step,
-        metrics=metrics,
-        staging="eager",
-        process_group=process_group,
-        timeout=timeout,
-        overwrite=overwrite,
-    )
-    return handle.result()
+    session = _SaveSession(state, path, process_group, timeout)
+    try:
+        return session.start(step=step, metrics=metrics, staging="eager", overwrite=overwrite).result()
+    finally:
+        session.close()
 
 
 def async_save(
@@ -82,25 +77,16 @@ def async_save(
     step waits until they are; call ``handle.wait_staged()`` before changing them otherwise. With ``"eager"`` all is
     copied when this returns.
     """
-    if step is not None:
-        checked_step(step)
-    checked_seconds("timeout", timeout)
-    if staging not in ("lazy", "eager"):
-        raise ConfigError(f"staging must be 'lazy' or 'eager', not {staging!r}", field="staging")
-    numbers = checked_metrics(metrics)
-    target = checked_path(path, field="path")
-    group = open_group(process_group, purpose="save")
-    tree = StateTree(state, rank=group.rank, world=group.world, group_ranks=group.ranks)
-    session = _SaveSession(target, group, timeout)
-    request = SaveRequest(
-        step=step,
-        name=os.path.basename(target),
-        metrics=numbers,
-        resumable=True,
-        overwrite=overwrite,
-        eager=staging == "eager",
-    )
-    return session.start(tree, request)
+    session = _SaveSession(state, path, process_group, timeout)
+    try:
+        handle = session.start(step=step, metrics=metrics, staging=staging, overwrite=overwrite)
+    except BaseException:
+        session.close()
+        raise
+    # On a thread of its own: the saver waits for those that run callbacks when it closes.
+    closer = threading.Thread(target=session.close, name="holdfast-closer", daemon=True)
+    handle.add_done_callback(lambda _: closer.start())
+    return handle
 
 
 def load(
@@ -139,58 +125,76 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:  # noqa: A001 - the name u
 
 
 class _SaveSession:
-    """A saver for one save, which takes itself down when the save has ended."""
+    """A saver for one save to one path. Every rank makes one, with the same arguments; `close` is idempotent."""
 
-    def __init__(self, target: str, group: Group, timeout_s: float) -> None:
-        self._group = group
+    def __init__(
+        self, state: Mapping[str, Any], path: str | os.PathLike[str], process_group: Any | None, timeout: float
+    ) -> None:
+        timeout_s = checked_seconds("timeout", timeout)
+        self._group = group = open_group(process_group, purpose="save")
         self._lock: RootLock | None = None
-        parent, name = os.path.split(target)
+        self._saver: Saver | None = None
+        error: BaseException | None = None
+        try:
+            self._target = checked_path(path, field="path")
+            self._tree = StateTree(state, rank=group.rank, world=group.world, group_ranks=group.ranks)
+            if group.rank == 0:
+                self._prepare(timeout_s)
+        except Exception as failed:  # noqa: BLE001 - raised by `settle`, after the other ranks have been told
+            error = failed
         config = CheckpointConfig(
             keep=None, in_flight=1, stage_timeout=timeout_s, persist_timeout=timeout_s, commit_timeout=timeout_s
         )
-        storage = LocalStorage(parent)
-        error: BaseException | None = None
-        if group.rank == 0:
-            try:
-                create_root(parent)
-                self._lock = RootLock.acquire_beside(target)
-                recover(
-                    storage,
-                    clock=time.monotonic,
-                    sleep=time.sleep,
-                    matches=lambda found: found == name,
-                    timeout_s=timeout_s,
-                )
-            except (HoldfastError, OSError) as failed:
-                error = failed
         try:
             Votes(group.board).settle(error, timeout_s=timeout_s)
-            self._saver = Saver(storage, group, config)
+            self._saver = Saver(LocalStorage(os.path.dirname(self._target)), group, config)
         except BaseException:
-            self._release()
+            self.close()
             raise
-
-    def start(self, tree: StateTree, request: SaveRequest) -> SaveHandle:
         guard_updates(self._saver)
-        try:
-            handle = self._saver.start(tree, request)
-        except BaseException:
-            self._take_down()
-            raise
-        # Not on the finalizer thread, which the saver waits for when it closes.
-        closer = threading.Thread(target=self._take_down, name="holdfast-closer", daemon=True)
-        handle.add_done_callback(lambda _: closer.start())
-        return handle
 
-    def _take_down(self) -> None:
-        unguard_updates(self._saver)
+    def _prepare(self, timeout_s: float) -> None:
+        """Rank 0: make the parent, lock the path, settle what an earlier save to it has left."""
+        parent, name = os.path.split(self._target)
+        create_root(parent)
+        # An `async_save` of this very process may still be letting go of it.
+        self._lock = RootLock.acquire_beside(self._target, timeout_s=min(timeout_s, LOCK_PATIENCE_S))
+        recover(
+            LocalStorage(parent),
+            clock=time.monotonic,
+            sleep=time.sleep,
+            matches=lambda found: found == name,
+            timeout_s=timeout_s,
+        )
+
+    def start(
+        self, *, step: int | None, metrics: Mapping[str, float] | None, staging: str, overwrite: bool
+    ) -> SaveHandle:
+        if self._saver is None:
+            raise AssertionError("a session is started once it is open")
+        if step is not None:
+            checked_step(step)
+        if staging not in ("lazy", "eager"):
+            raise ConfigError(f"staging must be 'lazy' or 'eager', not {staging!r}", field="staging")
+        request = SaveRequest(
+            step=step,
+            name=os.path.basename(self._target),
+            metrics=checked_metrics(metrics),
+            resumable=True,
+            overwrite=overwrite,
+            eager=staging == "eager",
+        )
+        return self._saver.start(self._tree, request)
+
+    def close(self) -> None:
+        """Let the save end, then release everything."""
+        saver, self._saver = self._saver, None
         try:
-            self._saver.close(None)
+            if saver is not None:
+                unguard_updates(saver)
+                saver.close(None)
         finally:
-            self._release()
+            lock, self._lock = self._lock, None
+            if lock is not None:
+                lock.release()
             self._group.board.close()
-
-    def _release(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
