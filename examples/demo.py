@@ -45,7 +45,7 @@ STEPS, EVERY = 40, 8
 RUN_TIMEOUT_S = 180.0
 # A save of this small model takes a fraction of a second: too short to aim at. In the runs that are to be killed each
 # engine may write this much a second, so a save takes seconds and the kill falls well inside it.
-SLOW_BYTES_PER_S = 8_000_000
+SLOW_BYTES_PER_S = 5_000_000
 
 
 class DemoError(Exception):
@@ -124,7 +124,7 @@ class Job:
         return len(victims)
 
     def kill_in_a_save(self, *, not_before: int, engines_too: bool) -> Kill:
-        """Wait until a save of step ``not_before`` or later is being written and training has gone on; then kill."""
+        """Kill while a save of step ``not_before`` or later is being written, two steps of training into it."""
         while True:
             self.check_deadline()
             if self.process.poll() is not None:
@@ -132,7 +132,7 @@ class Job:
             for attempt in attempts(self.run):
                 step, nbytes = step_of(attempt), bytes_below(attempt)
                 at_step = max(losses(self.run), default=0)
-                if step >= not_before and nbytes > 0 and at_step > step:
+                if step >= not_before and nbytes > 0 and at_step >= step + 2:
                     return Kill(engines_too, self.kill(engines_too=engines_too), at_step, step, nbytes)
             time.sleep(0.002)
 
