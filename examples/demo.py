@@ -239,7 +239,7 @@ def plot(path: Path, a: dict[int, list[str]], pieces: list[dict[int, str]], kill
             color="crimson",
         )
     axes.set(xlabel="step", ylabel="loss", title="Killed in the middle of a save, twice: the same curve, bit for bit")
-    axes.legend(loc="center right", frameon=False)
+    axes.legend(loc="center", bbox_to_anchor=(0.56, 0.6), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
     plt.close(figure)
