@@ -32,7 +32,9 @@ class Callbacks:
         self._thread: threading.Thread | None = None
         self._failures: list[CallbackFailed] = []
 
-    def run_after(self, end: Callable[[], None], fns: Sequence[Callable[[SaveHandle], Any]], handle: SaveHandle) -> None:
+    def run_after(
+        self, end: Callable[[], None], fns: Sequence[Callable[[SaveHandle], Any]], handle: SaveHandle
+    ) -> None:
         """Call ``end``, which wakes whoever waits for the save, then each ``fn(handle)`` in the background.
 
         Who was woken and asks `wait_idle` finds the callbacks due already. Doesn't wait for them.
@@ -53,7 +55,7 @@ class Callbacks:
         """Call ``fn(handle)`` on this thread; what it raises is kept, but for what ends a program."""
         try:
             fn(handle)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a callback may raise anything
             self._keep(fn, handle, error)
 
     def take_failures(self) -> list[CallbackFailed]:
@@ -88,8 +90,9 @@ class Callbacks:
 
     def _keep(self, fn: Callable[[SaveHandle], Any], handle: SaveHandle, error: BaseException) -> None:
         stands = "stands" if handle.stage == "published" else "had not been published, for a reason of its own"
+        text = f"callback {fn!r} of the save of step {handle.step} raised {error!r}"
         failed = CallbackFailed(
-            f"callback {fn!r} of the save of step {handle.step} raised {error!r}; the checkpoint at {handle.path} {stands}",
+            f"{text}; the checkpoint at {handle.path} {stands}",
             checkpoint=handle.path,
         )
         failed.__cause__ = error

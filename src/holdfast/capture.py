@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from holdfast.errors import DeadlineExceeded
+from holdfast.errors import DeadlineExceeded, StateChangedWhileStaging
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,6 +59,7 @@ class Capture:
 
     request: SaveRequest
     handle: SaveHandle
+    rank: int
     snapshot: Snapshot
     staging: Staging
     number: int | None = None
@@ -71,38 +72,47 @@ class Capture:
     staged: threading.Event = field(default_factory=threading.Event)
     """Agreed, and copies complete, or there will be none: the state may be changed."""
     error: BaseException | None = None
+    """Why there is no capture after all."""
     skipped: bool = False
-    _changed: str | None = None
     passed: threading.Event = field(default_factory=threading.Event)
-    """`verify` has been called."""
-    _verify_lock: threading.Lock = field(default_factory=threading.Lock)
+    """Nobody need be asked any more whether the state held still."""
+    _deciding: threading.Lock = field(default_factory=threading.Lock)
 
     def give_up(self, error: BaseException | None) -> None:
-        """End staging without a capture (an error, or None for skipped); whoever waits for it goes on."""
-        if error is None:
-            self.skipped = True
-        elif self.error is None:
-            self.error = error
+        """There is no capture, for ``error`` (None: skipped); whoever waits for it goes on. The first call counts."""
+        with self._deciding:
+            if error is None:
+                self.skipped = self.error is None
+            elif self.error is None and not self.skipped:
+                # A copy that failed because its source was changed has that as its cause.
+                lost = self.staging.lost()
+                self.error = error if lost is None else self._changed(lost)
+            self.passed.set()
         self.staging.abandon()
         self.agreed.set()
         self.staged.set()
 
-    def verify(self) -> str | None:
-        """The host or device tensor that changed since the capture, or None; looked at once and kept.
+    def verify(self) -> None:
+        """Decide whether the state held still between capture and copy: `error` says what changed, if anything did.
 
         On the training thread when it is about to change the state, or elsewhere after the grace of
-        ``staging.stager``. Copies from the host must be complete; those from a device are compared by
-        `Staging.changed_device_sample` when they are.
+        ``staging.stager``. Copies from the host must be complete.
         """
-        with self._verify_lock:
-            if not self.passed.is_set() and self.error is None and not self.skipped:
-                self._changed = self.staging.moved_version() or self.staging.changed_sample()
+        with self._deciding:
+            if not self.passed.is_set():
+                changed = self.staging.changed()
+                self.error = None if changed is None else self._changed(changed)
             self.passed.set()
-            return self._changed
 
-    @property
-    def is_verified(self) -> bool:
-        return self.passed.is_set()
+    def _changed(self, tensor: str) -> StateChangedWhileStaging:
+        step = self.request.step
+        return StateChangedWhileStaging(
+            f"step {step}, rank {self.rank}: {tensor} was changed before its copy was complete; call "
+            "manager.before_update() (or handle.wait_staged()) before changing captured state outside an optimizer "
+            "step, or save with staging='eager'. Nothing was published",
+            tensor=tensor,
+            step=step,
+        )
 
 
 class CapturePool:

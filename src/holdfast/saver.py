@@ -16,6 +16,7 @@ Does not know cadence or retention: ``manager`` does.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import queue
 import threading
@@ -30,7 +31,7 @@ from holdfast.callbacks import Callbacks
 from holdfast.capture import Capture, CapturePool, DeliveryPlan, SaveRequest
 from holdfast.delivery import Delivery
 from holdfast.engine.client import EngineClient
-from holdfast.errors import CheckpointExists, ConfigError, DeadlineExceeded, HoldfastError, SaveFailed
+from holdfast.errors import CheckpointExists, ConfigError, DeadlineExceeded, EngineDied, HoldfastError, SaveFailed
 from holdfast.format.dcp import render_metadata
 from holdfast.format.objects import render_object
 from holdfast.handle import SaveHandle
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from holdfast.checkpoint import Checkpoint
     from holdfast.config import CheckpointConfig
     from holdfast.group import Group
+    from holdfast.handle import Stage
     from holdfast.state.tree import StateTree
     from holdfast.storage.local import LocalStorage
 
@@ -56,6 +58,8 @@ _log = logging.getLogger("holdfast")
 ORPHAN_GRACE_S: Final = 120.0
 REMOVAL_GRACE_S: Final = 30.0
 """How long `close` waits for deleted checkpoints to be gone from the disk."""
+IDLE_GRACE_S: Final = 60.0
+"""How long the memory of a capture that was given up waits for copies that were under way."""
 EXIT_GRACE_S: Final = 60.0
 """How long an interpreter that exits without `close` waits for what is in flight."""
 
@@ -90,9 +94,8 @@ class Saver:
         config: CheckpointConfig,
         *,
         on_published: Callable[[Checkpoint], None] | None = None,
-        on_end: Callable[[], None] | None = None,
     ) -> None:
-        """``on_published`` and ``on_end`` are called in the background before a handle tells that its save has ended."""
+        """``on_published`` is called in the background, before the handle tells that the save has ended."""
         self._storage = storage
         self._group = group
         self._config = config
@@ -106,14 +109,16 @@ class Saver:
         )
         self._delivery = Delivery(storage, group, self._engine, config)
         self._on_published = on_published
-        self._on_end = on_end
         self.callbacks = Callbacks()
         self._pool = CapturePool(config.in_flight, retire=self._retire)
         self._plan: DeliveryPlan | None = None
         self._snapshots = SnapshotTaker()
         self._in_flight: dict[SaveHandle, Capture | None] = {}
         self._unpassed: list[Capture] = []
+        """Captures that wait for the training thread to say that the state held still; guarded by `_lock`."""
         self._lock = threading.Lock()
+        self._stuck: list[CaptureBuffer] = []
+        """Buffers that some thread or device may still write to: never used again, never freed."""
         self._closed = False
         self._warmed_up = False
         self._to_stage: queue.SimpleQueue[Capture | _Absence | _WarmUp | None] = queue.SimpleQueue()
@@ -148,21 +153,25 @@ class Saver:
         )
         self._in_flight[handle] = None
         events.emit("save.started", step=request.step, rank=self._group.rank, path=handle.path)
-        if not self._take_slot(handle, request):
-            return handle
         try:
-            self._check_target(request)
-            capture = self._capture(tree, request, handle, dtype)
+            if not self._take_slot(handle, request):
+                return handle
+            try:
+                self._check_target(request)
+                capture = self._capture(tree, request, handle, dtype)
+            except BaseException:
+                self._pool.give_slot_back(None)
+                raise
         except BaseException as error:
-            self._pool.give_slot_back(None)
             self._to_stage.put(_Absence(request, handle, AbortReason.of(error, rank=self._group.rank)))
             raise
         self._in_flight[handle] = capture
-        self._unpassed.append(capture)
+        with self._lock:
+            self._unpassed.append(capture)
         self._to_stage.put(capture)
         handle.add_stats(stall_s=time.perf_counter() - began)
         if request.eager:
-            self._pass(capture, self._config.stage_timeout)
+            self._pass_or_give_up(capture)
         return handle
 
     def warm_up(self, tree: StateTree) -> None:
@@ -184,11 +193,7 @@ class Saver:
             return
         for capture in list(self._unpassed):
             if parameters is None or parameters(capture.snapshot.update_ids):
-                try:
-                    self._pass(capture, self._config.stage_timeout)
-                except DeadlineExceeded as error:
-                    capture.give_up(error)
-                    self._unpassed.remove(capture)
+                self._pass_or_give_up(capture)
 
     def wait_staged(self, timeout_s: float | None) -> None:
         """`before_update` for everything in flight, with a deadline of its own that is raised."""
@@ -198,11 +203,20 @@ class Saver:
             self._pass(capture, max(0.0, deadline - time.monotonic()))
 
     def wait(self, timeout_s: float | None) -> None:
-        """Return when nothing is in flight; `DeadlineExceeded` otherwise. Outcomes are in the handles."""
+        """Return when nothing is in flight, callbacks included; `DeadlineExceeded` otherwise.
+
+        Outcomes are in the handles, what callbacks raised in `callbacks`.
+        """
         limit_s = self._longest_s() if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         for handle in list(self._in_flight):
             handle.exception(max(0.0, deadline - time.monotonic()))
+        if not self.callbacks.wait_idle(max(0.0, deadline - time.monotonic())):
+            raise DeadlineExceeded(
+                f"callbacks of saves have not returned after {limit_s:g} s; the saves themselves have ended",
+                waited_for="callbacks of saves",
+                timeout_s=limit_s,
+            )
 
     def close(self, timeout_s: float | None) -> None:
         """Let what is in flight end, then stop threads and engine; idempotent. Raises `DeadlineExceeded` after it."""
@@ -259,27 +273,31 @@ class Saver:
 
     def _capture(self, tree: StateTree, request: SaveRequest, handle: SaveHandle, dtype: str | None) -> Capture:
         snapshot = self._snapshots.take(tree, dtype)
-        staging = Staging(snapshot.watched)
-        capture = Capture(request, handle, snapshot, staging)
+        staging = Staging(snapshot.watched, snapshot.devices)
+        capture = Capture(request, handle, self._group.rank, snapshot, staging)
         plan = self._plan
-        if plan is not None and plan.digest == snapshot.digest:
+        if plan is not None and plan.digest == snapshot.digest and (snapshot.from_device or request.eager):
             capture.buffer = self._pool.take_buffer()
-        if capture.buffer is not None and (snapshot.from_device or request.eager):
-            # Device copies are enqueued in the order of the training stream, so by the training thread.
-            self._load_copies(capture, capture.buffer)
+            if capture.buffer is not None:
+                try:
+                    # Device copies are enqueued in the order of the training stream, so by the training thread.
+                    self._load_copies(capture, capture.buffer)
+                except BaseException:
+                    self._pool.add_idle(capture.buffer)
+                    raise
         return capture
 
     def _load_copies(self, capture: Capture, buffer: CaptureBuffer) -> None:
         snapshot = capture.snapshot
-        capture.staging.load(buffer.cached_copies_of(snapshot.lazy) + buffer.copies_of(snapshot.held))
+        capture.staging.load(buffer.cached_copies_of(snapshot.lazy), buffer.copies_of(snapshot.held))
 
     def _pass(self, capture: Capture, timeout_s: float) -> None:
         """Let the calling thread change the state: wait for the copies, then look whether anything moved."""
-        began = time.perf_counter()
+        began, deadline = time.perf_counter(), time.monotonic() + timeout_s
         try:
-            capture.staging.help_copy()
+            capture.staging.help_copy(timeout_s)
             device_only = capture.staging.only_on_device
-            reached = (capture.agreed if device_only else capture.staged).wait(timeout_s)
+            reached = (capture.agreed if device_only else capture.staged).wait(deadline - time.monotonic())
             if not reached and not capture.staged.is_set():
                 raise DeadlineExceeded(
                     f"step {capture.request.step}: the capture was not staged after {timeout_s:g} s; another rank may "
@@ -292,12 +310,23 @@ class Saver:
             capture.verify()
         finally:
             capture.handle.add_stats(stall_s=time.perf_counter() - began)
-        if capture in self._unpassed:
-            self._unpassed.remove(capture)
+        self._forget(capture)
+
+    def _pass_or_give_up(self, capture: Capture) -> None:
+        try:
+            self._pass(capture, self._config.stage_timeout)
+        except DeadlineExceeded as error:
+            capture.give_up(error)
+            self._forget(capture)
+
+    def _forget(self, capture: Capture) -> None:
+        with self._lock:
+            if capture in self._unpassed:
+                self._unpassed.remove(capture)
 
     def _wait_staged_of(self, handle: SaveHandle, timeout: float | None) -> None:
         capture = self._in_flight.get(handle)
-        if capture is not None and not capture.is_verified:
+        if capture is not None and not capture.passed.is_set():
             self._pass(capture, self._config.stage_timeout if timeout is None else timeout)
 
     # Stager thread. ----------------------------------------------------------------------------------------------
@@ -338,15 +367,18 @@ class Saver:
     def _vote_absent(self, absence: _Absence) -> None:
         request, handle = absence.request, absence.handle
         ballot = Ballot(request.step, handle.path, "", busy=absence.refusal is None, refusal=absence.refusal)
-        error: HoldfastError
+        stage: Stage = "failed"
+        error: BaseException
         try:
             self._agreement.cast(ballot, b"")
-            verdict = self._agreement.wait_verdict(timeout_s=self._config.stage_timeout)
-            refusal = verdict.refusal
-            error = _skipped(request) if refusal is None else refusal.error(step=request.step)
-        except HoldfastError as failed:
+            refusal = self._agreement.wait_verdict(timeout_s=self._config.stage_timeout).refusal
+            if refusal is not None:
+                error = refusal.error(step=request.step)
+            else:
+                error, stage = _skipped(request), "skipped"
+        except BaseException as failed:  # noqa: BLE001 - this thread must go on, and the handle must end
             error = failed
-        handle.finish(error, stage="skipped" if absence.refusal is None else "failed")
+        handle.finish(error, stage=stage)
         self._in_flight.pop(handle, None)
 
     def _stage(self, capture: Capture) -> bool:
@@ -356,9 +388,13 @@ class Saver:
         plan = self._plan
         ballot = Ballot(request.step, capture.handle.path, snapshot.digest, replan=plan is None)
         capture.number = self._agreement.cast(ballot, snapshot.encoded)
+        failed: BaseException | None = None
         if plan is not None and plan.digest == snapshot.digest:
-            # Optimistic: the plan in use is almost always the one the ranks will agree on.
-            self._copy(capture, plan)
+            try:
+                # Optimistic: the plan in use is almost always the one the ranks will agree on.
+                self._copy(capture, plan)
+            except BaseException as error:  # noqa: BLE001 - raised below: no rank may leave a verdict unread
+                failed = error
         verdict = self._agreement.wait_verdict(timeout_s=_left_s(deadline))
         if verdict.kind == "refused" and verdict.refusal is not None:
             capture.give_up(verdict.refusal.error(step=request.step))
@@ -368,6 +404,9 @@ class Saver:
             return False
         if verdict.kind == "replan":
             self._plan = None  # until there is a new one: if planning fails, the next ballot asks for it again
+        if failed is not None:
+            raise failed
+        if verdict.kind == "replan":
             plan = self._new_plan(verdict, _left_s(deadline))
             self._copy(capture, plan)
             self._plan = plan
@@ -416,7 +455,8 @@ class Saver:
         return buffer
 
     def _retire(self, buffer: CaptureBuffer) -> None:
-        self._delivery.forget(buffer)
+        with contextlib.suppress(EngineDied):  # it was closed, and holds no image any more
+            self._delivery.forget(buffer)
         buffer.close()
 
     # Finalizer thread. -------------------------------------------------------------------------------------------
@@ -432,11 +472,11 @@ class Saver:
     def _end(self, capture: Capture, outcome: Checkpoint | BaseException | None) -> None:
         """Give everything back, then tell: whoever wakes up finds the session ready for the next save."""
         handle, request = capture.handle, capture.request
+        capture.agreed.set()
+        capture.staged.set()
+        self._forget(capture)
         try:
-            capture.staged.set()
-            capture.verify()
-            capture.staging.release()
-            self._pool.give_slot_back(capture.buffer)
+            self._take_back(capture)
             if self._on_published is not None and outcome is not None and not isinstance(outcome, BaseException):
                 self._on_published(outcome)
         except Exception:  # noqa: BLE001 - the outcome is settled, whatever tidying up runs into
@@ -451,6 +491,18 @@ class Saver:
             events.emit("save.published", step=request.step, rank=self._group.rank, path=handle.path)
             handle.finish(outcome, stage="published")
         self._in_flight.pop(handle, None)
+
+    def _take_back(self, capture: Capture) -> None:
+        """Nobody writes to the buffer any more, or nobody else ever gets it."""
+        buffer, capture.buffer = capture.buffer, None
+        try:
+            if not capture.staging.wait_idle(IDLE_GRACE_S) and buffer is not None:
+                _log.error("copies of step %s do not end; their memory is kept", capture.request.step)
+                self._stuck.append(buffer)
+                buffer = None
+            capture.staging.release()
+        finally:
+            self._pool.give_slot_back(buffer)
 
 
 def _left_s(deadline: float) -> float:

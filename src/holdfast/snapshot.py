@@ -17,6 +17,7 @@ import msgspec
 from holdfast import _torch_compat as compat
 from holdfast.format.objects import ObjectPayload, dump_object, object_capacity
 from holdfast.plan.structure import Structure, digest_of, encode_structure
+from holdfast.staging.tripwire import WatchList
 from holdfast.state.structure import structure_of
 from holdfast.state.tree import StateTree, update_targets
 
@@ -30,23 +31,24 @@ if TYPE_CHECKING:
 class Snapshot:
     """The state of one step: ``encoded`` is its structure, the keys below are names of that structure.
 
-    ``lazy`` refers to the live outer tensors; ``held`` has host copies of the eager ones.
+    ``lazy`` refers to the live outer tensors, ``watched`` to the same; ``held`` has the capture's own copies of the
+    eager ones, still on their devices.
     """
 
     encoded: bytes
     digest: str
     lazy: Mapping[str, torch.Tensor]
+    watched: WatchList
     held: Mapping[str, torch.Tensor]
     objects: Mapping[str, ObjectPayload]
     update_ids: frozenset[int]
     """ids of the parameters captured: an optimizer that holds none of them need not wait."""
-    from_device: bool
-    """Some lazy tensor is not in host memory."""
+    devices: frozenset[torch.device]
+    """The CUDA devices that tensors are copied from."""
 
     @property
-    def watched(self) -> list[tuple[str, torch.Tensor]]:
-        """The tensors that must not change until they are copied, with their names."""
-        return list(self.lazy.items())
+    def from_device(self) -> bool:
+        return bool(self.devices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,9 @@ class _Known:
     encoded: bytes
     digest: str
     lazy: Mapping[str, torch.Tensor]
+    watched: WatchList
     update_ids: frozenset[int]
-    from_device: bool
+    devices: frozenset[torch.device]
 
 
 class SnapshotTaker:
@@ -98,16 +101,26 @@ class SnapshotTaker:
                 encoded=encoded,
                 digest=digest_of(encoded),
                 lazy=lazy,
+                watched=WatchList(lazy),
                 update_ids=frozenset(update_targets(collected)),
-                from_device=any(tensor.device.type != "cpu" for tensor in lazy.values()),
+                devices=frozenset(
+                    device for entry in collected.tensors if (device := entry.tensor.device).type == "cuda"
+                ),
             )
-        held = {entry.name: _copy_to_host(entry.tensor) for entry in collected.tensors if not entry.lazy}
-        return Snapshot(known.encoded, known.digest, known.lazy, held, objects, known.update_ids, known.from_device)
-
-
-def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    local = compat.local_tensor(tensor).detach()
-    return local.to("cpu") if local.device.type != "cpu" else compat.clone(local)
+        # Clones stay where they are: fetching one from a device would wait for all the work enqueued there.
+        held = {
+            entry.name: compat.clone(compat.local_tensor(entry.tensor)) for entry in collected.tensors if not entry.lazy
+        }
+        return Snapshot(
+            encoded=known.encoded,
+            digest=known.digest,
+            lazy=known.lazy,
+            watched=known.watched,
+            held=held,
+            objects=objects,
+            update_ids=known.update_ids,
+            devices=known.devices,
+        )
 
 
 def _with_dtype(structure: Structure, dtype: str | None) -> Structure:

@@ -18,8 +18,8 @@ import torch
 from holdfast import _torch_compat as compat
 from holdfast import events
 from holdfast.format import torch_record
+from holdfast.staging.copies import Copies, CopyItem
 from holdfast.staging.image import PAGE_BYTES, Image
-from holdfast.staging.stager import CopyItem
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,8 +54,7 @@ class CaptureBuffer:
         self.payloads: list[PayloadView] = []
         self.engine_image: int | None = None
         """The number the engine knows the image by."""
-        self._items: list[CopyItem] = []
-        self._items_for: Mapping[str, torch.Tensor] | None = None
+        self._copies: tuple[Mapping[str, torch.Tensor], Copies] | None = None
 
     def build(self, *, pin: bool) -> None:
         """Warm the memory and render everything that never changes. Off the training thread; takes seconds for GBs."""
@@ -83,27 +82,29 @@ class CaptureBuffer:
         start = self.file_offsets[placed.file] + placed.offset
         compat.host_memory(self.image.bytes_view)[start : start + placed.capacity] = record
 
-    def copies_of(self, tensors: Mapping[str, torch.Tensor]) -> list[CopyItem]:
+    def copies_of(self, tensors: Mapping[str, torch.Tensor]) -> Copies:
         """The copies that fill this buffer from ``tensors`` (names of the structure to outer tensors).
 
         Names that have no place here are left out: another rank writes them.
         """
-        return [
-            CopyItem(payload.placed.source, tensor, _box_within(payload.placed, tensor), payload.view)
-            for payload in self.payloads
-            if (tensor := tensors.get(payload.placed.source)) is not None
-        ]
+        return Copies.of(
+            [
+                CopyItem(payload.placed.source, tensor, _box_within(payload.placed, tensor), payload.view)
+                for payload in self.payloads
+                if (tensor := tensors.get(payload.placed.source)) is not None
+            ]
+        )
 
-    def cached_copies_of(self, tensors: Mapping[str, torch.Tensor]) -> list[CopyItem]:
+    def cached_copies_of(self, tensors: Mapping[str, torch.Tensor]) -> Copies:
         """`copies_of`, made once and given again as long as the same mapping object is passed."""
-        if self._items_for is not tensors:
-            self._items, self._items_for = self.copies_of(tensors), tensors
-        return self._items
+        if self._copies is None or self._copies[0] is not tensors:
+            self._copies = (tensors, self.copies_of(tensors))
+        return self._copies[1]
 
     def close(self) -> None:
         """Let go of the views and the descriptor; the memory goes with the last view."""
         self.payloads.clear()
-        self._items, self._items_for = [], None
+        self._copies = None
         self.image.close()
 
 

@@ -1,0 +1,189 @@
+"""The copies that fill an image: which box of which live tensor goes where, cut into batches once.
+
+Guarantees: what arrives is bit for bit what the source holds (or converted, where the plan asks for another dtype),
+for every dtype, conjugate and negated views included. Copying takes no GIL, and no team of threads: one beside the team
+that training computes with makes both wait at each other's barriers. Sources are looked up at copy time, since their
+storage may move between saves.
+Does not: decide when to copy, or on which stream (``staging.stager``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from holdfast import _torch_compat as compat
+from holdfast.errors import StateMismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+BATCH_BYTES: Final = 32 << 20
+BATCH_TENSORS: Final = 1024
+MEMMOVE_BYTES_MIN: Final = 32 << 10
+"""From here on a block goes by memmove; below it torch copies on the calling thread anyway."""
+
+
+@dataclass(slots=True)
+class CopyItem:
+    """One box of one tensor: ``target`` is its payload view in the image.
+
+    ``box`` is (local offsets, sizes) where the box is not the whole local tensor, else None; ``rows`` is the (start,
+    count) of a part of it.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    box: tuple[tuple[int, ...], tuple[int, ...]] | None
+    target: torch.Tensor
+    rows: tuple[int, int] | None = None
+
+    def source(self) -> torch.Tensor:
+        """The live source as a plain tensor of ``target``'s shape."""
+        local = compat.local_tensor(self.tensor)
+        if self.box is not None:
+            for dim, (offset, size) in enumerate(zip(*self.box, strict=True)):
+                if size != local.shape[dim]:
+                    local = local.narrow(dim, offset, size)
+        if self.rows is not None:
+            local = local.narrow(0, self.rows[0], self.rows[1])
+        return local
+
+
+class CopyBatch:
+    """Items that are copied in one go.
+
+    Whole small tensors are kept apart, ready for one foreach call: with a hundred thousand of them, looking at each
+    anew would take longer than copying.
+    """
+
+    __slots__ = ("_items", "_small_sources", "_small_targets")
+
+    def __init__(self, items: Iterable[CopyItem]) -> None:
+        self._items: list[CopyItem] = []
+        self._small_sources: list[torch.Tensor] = []
+        self._small_targets: list[torch.Tensor] = []
+        for item in items:
+            if _is_small_and_plain(item):
+                self._small_sources.append(item.tensor)
+                self._small_targets.append(item.target)
+            else:
+                self._items.append(item)
+
+    def copy(self, *, non_blocking: bool = False) -> None:
+        """Make the copies, or enqueue them on the current stream.
+
+        Raises `StateMismatch` where a source isn't as planned.
+        """
+        targets, sources = list(self._small_targets), list(self._small_sources)
+        for item in self._items:
+            source, target = item.source(), item.target
+            if target.numel() == 0:
+                continue
+            if source.shape != target.shape:
+                # A swapped `.data` or a hand-made DTensor: what is held isn't what was planned.
+                raise StateMismatch(
+                    f"{item.name}: this rank holds {tuple(source.shape)} of it where its placement says "
+                    f"{tuple(target.shape)}; it was changed while it was saved, or its DTensor contradicts itself",
+                    mismatched=(item.name,),
+                )
+            if _move(target, source, item.name):
+                continue
+            if source.dtype == target.dtype:
+                # Some dtypes have no copy kernel on some devices and versions; their bits are all that matters.
+                source, target = compat.bits(source), compat.bits(target)
+            targets.append(target)
+            sources.append(source)
+        if targets:
+            with torch.no_grad():
+                compat.foreach_copy_(targets, sources, non_blocking=non_blocking)
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """All copies of one structure into one buffer: from host memory in batches, from each CUDA device in one."""
+
+    from_host: tuple[CopyBatch, ...]
+    from_device: Mapping[torch.device, CopyBatch]
+    whole: Mapping[str, int]
+    """Where in memory the copies of whole tensors are that are taken as they are, by name."""
+
+    @classmethod
+    def of(cls, items: Sequence[CopyItem]) -> Copies:
+        host = [item for item in items if item.tensor.device.type != "cuda"]
+        by_device: dict[torch.device, list[CopyItem]] = {}
+        for item in items:
+            if item.tensor.device.type == "cuda":
+                by_device.setdefault(item.tensor.device, []).append(item)
+        return cls(
+            from_host=tuple(map(CopyBatch, _cut(host))),
+            from_device={device: CopyBatch(group) for device, group in by_device.items()},
+            whole={
+                item.name: item.target.data_ptr()
+                for item in host
+                if item.box is None and item.tensor.dtype == item.target.dtype
+            },
+        )
+
+
+def _cut(items: Sequence[CopyItem]) -> Iterable[list[CopyItem]]:
+    batch: list[CopyItem] = []
+    size = 0
+    for whole in items:
+        for item in split_rows(whole, BATCH_BYTES):
+            batch.append(item)
+            size += item.target.nbytes
+            if size >= BATCH_BYTES or len(batch) >= BATCH_TENSORS:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def split_rows(item: CopyItem, max_bytes: int) -> list[CopyItem]:
+    """Cut a large item along its first dimension, so that two threads can share it."""
+    nbytes = item.target.nbytes
+    if nbytes <= max_bytes or item.target.dim() == 0 or item.target.shape[0] < 2:
+        return [item]
+    count = item.target.shape[0]
+    step = max(1, count * max_bytes // nbytes)
+    return [
+        CopyItem(
+            item.name,
+            item.tensor,
+            item.box,
+            item.target.narrow(0, start, min(step, count - start)),
+            (start, min(step, count - start)),
+        )
+        for start in range(0, count, step)
+    ]
+
+
+def _is_small_and_plain(item: CopyItem) -> bool:
+    tensor, target = item.tensor, item.target
+    return (
+        item.box is None
+        and item.rows is None
+        and compat.is_plain(tensor)
+        and 0 < target.nbytes < MEMMOVE_BYTES_MIN
+        and tensor.shape == target.shape
+        and compat.has_copy_kernel(tensor.dtype)
+        and compat.has_copy_kernel(target.dtype)
+    )
+
+
+def _move(target: torch.Tensor, source: torch.Tensor, name: str) -> bool:
+    """Copy a large plain block of host memory with one memmove; False if this isn't one."""
+    nbytes = target.nbytes
+    if nbytes < MEMMOVE_BYTES_MIN or source.dtype != target.dtype or source.device.type != "cpu":
+        return False
+    if not (source.is_contiguous() and target.is_contiguous()) or source.is_conj() or source.is_neg():
+        return False
+    address = source.data_ptr()
+    if address == 0:
+        raise StateMismatch(f"{name}: its memory was given up while it was being saved", mismatched=(name,))
+    ctypes.memmove(target.data_ptr(), address, nbytes)  # releases the GIL
+    return True

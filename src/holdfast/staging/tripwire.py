@@ -1,0 +1,174 @@
+"""What a capture remembers of the live tensors it refers to, to tell afterwards whether they held still.
+
+Four things are noted when the state is captured, and looked at again when it was copied:
+
+    version of the outer tensor        every in-place write through torch bumps it; a DTensor's own writes only here
+    version of a DTensor's local part  what is written through ``to_local()`` bumps only this
+    address of the (local) memory      moved by ``tensor.data = other``, ``set_``, ``swap_tensors``: no version says so
+    a few words of the memory          writes that no counter sees: ``tensor.data.add_()``, raw pointers, other kernels
+
+A version is bumped *after* the kernel that writes. So versions are to be read by the thread that trains, or long after
+the copy; addresses and words may be compared by any thread as soon as the copies are complete.
+
+Guarantees: changes nothing and keeps no memory alive. Words are read in host memory only, through addresses that were
+asked for in the same breath, of contiguous tensors.
+Does not: prove anything. A write that bumps no counter is found only where a word was noted, and only if it differs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from holdfast import _torch_compat as compat
+from holdfast.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+WORD_BYTES: Final = 8
+SPOT_EVERY_BYTES: Final = 32 << 20
+"""A large tensor has one spot in each stretch of this length."""
+SPOTS_MAX: Final = 4096
+"""With more tensors than this only some have a spot: reading one takes a fraction of a microsecond."""
+
+_version = attrgetter("_version")
+_local = attrgetter("_local_tensor")
+_address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
+_is_contiguous: Callable[[torch.Tensor], bool] = torch.Tensor.is_contiguous
+
+
+class WatchList:
+    """The tensors of one structure that are staged while they are live, by name; made once and used for every save."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.names = tuple(tensors)
+        self.tensors = tuple(tensors.values())
+        # A tensor made in inference mode counts no versions, for its whole life.
+        self._counted = [index for index, tensor in enumerate(self.tensors) if not tensor.is_inference()]
+        self._all_counted = len(self._counted) == len(self.tensors)
+        self._dtensors = [index for index, tensor in enumerate(self.tensors) if compat.is_dtensor(tensor)]
+        self._spots: list[tuple[int, int]] = []
+        self._spotted: list[int] = []
+        self._choose_spots(self._locals())
+
+    def mark(self) -> Marks:
+        """Note how the tensors are now. On the training thread. Raises `ConfigError` for one without memory."""
+        held = self._locals()
+        addresses = list(map(_address, held))
+        if 0 in addresses:
+            self._refuse_freed(held, addresses)
+        if not all(map(_is_contiguous, map(held.__getitem__, self._spotted))):
+            self._choose_spots(held)
+        words = [_word(addresses[index] + offset) for index, offset in self._spots]
+        return Marks(self, self.versions(held), addresses, self._spots, words)
+
+    def versions(self, held: Sequence[torch.Tensor] | None = None) -> list[int]:
+        """The counters of all tensors, then of the local parts of DTensors."""
+        outer = self.tensors if self._all_counted else [self.tensors[index] for index in self._counted]
+        found = list(map(_version, outer))
+        if self._dtensors:
+            held = self._locals() if held is None else held
+            found += [compat.version_of(held[index]) for index in self._dtensors]
+        return found
+
+    def addresses(self) -> list[int]:
+        return list(map(_address, self._locals()))
+
+    def name_of_version(self, place: int) -> str:
+        """Whose counter is at ``place`` of `versions`."""
+        outer = len(self._counted)
+        return self.names[self._counted[place] if place < outer else self._dtensors[place - outer]]
+
+    def _locals(self) -> Sequence[torch.Tensor]:
+        if not self._dtensors:
+            return self.tensors
+        return list(map(compat.local_tensor, self.tensors))
+
+    def _refuse_freed(self, held: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
+        for name, tensor, address in zip(self.names, held, addresses, strict=True):
+            if address == 0 and tensor.numel():
+                raise ConfigError(
+                    f"{name}: its memory was given up (a storage of {tensor.untyped_storage().nbytes()} bytes for "
+                    f"{tensor.nbytes}); bring it back before saving",
+                    field=name,
+                )
+
+    def _choose_spots(self, held: Sequence[torch.Tensor]) -> None:
+        readable = [index for index, tensor in enumerate(held) if _can_read(tensor)]
+        stride = -(-len(readable) // SPOTS_MAX) or 1
+        self._spots = [(index, offset) for index in readable[::stride] for offset in _offsets(held[index].nbytes)]
+        self._spotted = readable[::stride]
+
+
+class Marks:
+    """How the tensors of a `WatchList` were at one moment."""
+
+    __slots__ = ("_addresses", "_list", "_spots", "_versions", "_words")
+
+    def __init__(
+        self,
+        watch_list: WatchList,
+        versions: list[int],
+        addresses: list[int],
+        spots: list[tuple[int, int]],
+        words: list[int],
+    ) -> None:
+        self._list = watch_list
+        self._versions, self._addresses, self._spots, self._words = versions, addresses, spots, words
+
+    def written(self) -> str | None:
+        """The first tensor whose version has moved, or None. See the module about which thread may ask."""
+        now = self._list.versions()
+        if now == self._versions:
+            return None
+        place = next(at for at, (left, right) in enumerate(zip(now, self._versions, strict=True)) if left != right)
+        return self._list.name_of_version(place)
+
+    def moved(self) -> str | None:
+        """The first tensor that has its memory elsewhere now, or None."""
+        now = self._list.addresses()
+        if now == self._addresses:
+            return None
+        places = zip(self._list.names, now, self._addresses, strict=True)
+        return next(name for name, left, right in places if left != right)
+
+    def differing(self, copies: Mapping[str, int]) -> str | None:
+        """The first tensor whose copy differs from what it was where a word was noted, or None.
+
+        ``copies`` gives the address of the complete, contiguous copy for each tensor that has one of equal dtype.
+        """
+        names = self._list.names
+        for (index, offset), word in zip(self._spots, self._words, strict=True):
+            address = copies.get(names[index])
+            if address is not None and _word(address + offset) != word:
+                return names[index]
+        return None
+
+
+def _can_read(tensor: torch.Tensor) -> bool:
+    """Whether the memory is, byte for byte, what a contiguous copy will be."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.dtype.is_complex  # may be a conjugate view, whose copy has other bits
+        and not tensor.is_neg()
+        and tensor.nbytes >= WORD_BYTES
+    )
+
+
+def _offsets(nbytes: int) -> list[int]:
+    """Where to read: a place in each stretch that needs no state to find again, spread by the golden ratio."""
+    spots = []
+    for start in range(0, nbytes, SPOT_EVERY_BYTES):
+        room = min(SPOT_EVERY_BYTES, nbytes - start) - WORD_BYTES + 1
+        if room > 0:
+            spots.append(start + (((start + nbytes) * 0x9E3779B97F4A7C15 >> 13) % room & ~(WORD_BYTES - 1)))
+    return spots
+
+
+def _word(address: int) -> int:
+    return ctypes.c_uint64.from_address(address).value
