@@ -19,11 +19,11 @@ Does not: make plans (``plan.write``), or decide about publication (``commit``).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from holdfast.errors import DeadlineExceeded
+from holdfast.errors import DeadlineExceeded, HoldfastError
 from holdfast.outcome import AbortReason
 from holdfast.plan.structure import Structure, decode_structure
 
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from holdfast.coordination import Board
+
+
+VERDICT_GRACE_S: Final = 5.0
+"""How much longer than rank 0 the others wait: it waits for the slowest rank as long as it may, and then says which."""
 
 
 class Ballot(msgspec.Struct, frozen=True):
@@ -107,7 +111,9 @@ class Agreement:
             board.set(f"verdict/{number}", msgspec.msgpack.encode(verdict))
         else:
             data = board.get(
-                f"verdict/{number}", timeout_s=timeout_s, waiting_for="the coordinator's verdict on the plan"
+                f"verdict/{number}",
+                timeout_s=timeout_s + VERDICT_GRACE_S,
+                waiting_for="the coordinator's verdict on the plan",
             )
             verdict = msgspec.msgpack.decode(data, type=Verdict)
         if verdict.kind == "replan":
@@ -177,14 +183,15 @@ def judge(ballots: Sequence[Ballot], agreed: tuple[str, ...] | None) -> Verdict:
 
 
 class _Vote(msgspec.Struct, frozen=True):
-    """One rank's, or all ranks', view of a load."""
+    """One rank's, or all ranks', view of what they are about."""
 
     reason: AbortReason | None = None
     unexpected: tuple[str, ...] = ()
+    target: str = ""
 
 
 class Votes:
-    """Votes on the training thread of a load: everyone is fine, or everyone gets the first rank's error.
+    """Votes on the training thread, of a load or a start: everyone is fine, or everyone gets the first rank's error.
 
     Every rank calls the same methods in the same order.
     """
@@ -210,40 +217,59 @@ class Votes:
         return shared
 
     def settle(
-        self, error: BaseException | None = None, *, unexpected: Collection[str] = (), timeout_s: float
+        self,
+        error: BaseException | None = None,
+        *,
+        unexpected: Collection[str] = (),
+        target: str = "",
+        timeout_s: float,
     ) -> tuple[str, ...]:
-        """Return if no rank has an error; else raise this rank's own, or the first other rank's.
+        """Return if no rank has an error; else raise the first rank's, the same on every rank: callers act on it.
 
-        Returns the names that are in ``unexpected`` on every rank: with pipeline stages, what one rank doesn't know
-        belongs to another.
+        ``target``: a path that must be equal on every rank; `ConfigError` otherwise. Returns the names that are in
+        ``unexpected`` on every rank: with pipeline stages, what one rank doesn't know belongs to another.
         """
         board, key = self._board, self._next_key()
-        mine = _Vote(None if error is None else AbortReason.of(error, rank=board.rank), tuple(unexpected))
-        board.set(f"{key}/{board.rank}", msgspec.msgpack.encode(mine))
-        arrive(board, key)
+        mine = _Vote(None if error is None else AbortReason.of(error, rank=board.rank), tuple(unexpected), target)
+        try:
+            board.set(f"{key}/{board.rank}", msgspec.msgpack.encode(mine))
+            arrive(board, key)
+            verdict = self._wait_counted(key, timeout_s)
+        except HoldfastError as silence:
+            if error is not None:
+                raise error from silence
+            raise
+        reason = verdict.reason
+        if reason is None:
+            return verdict.unexpected
+        if error is not None and reason.rank == board.rank:
+            raise error
+        raise msgspec.structs.replace(reason, message=f"on rank {reason.rank}: {reason.message}").cause() from error
+
+    def _wait_counted(self, key: str, timeout_s: float) -> _Vote:
+        board = self._board
         if board.rank == 0:
             verdict = self._count(key, timeout_s)
             board.set(f"{key}/verdict", msgspec.msgpack.encode(verdict))
-        else:
-            data = board.get(f"{key}/verdict", timeout_s=timeout_s, waiting_for="the verdict of all ranks on the load")
-            verdict = msgspec.msgpack.decode(data, type=_Vote)
-        if error is not None:
-            raise error
-        if verdict.reason is not None:
-            raise verdict.reason.cause()
-        return verdict.unexpected
+            return verdict
+        data = board.get(
+            f"{key}/verdict",
+            timeout_s=timeout_s + VERDICT_GRACE_S,
+            waiting_for="rank 0 to count the votes of all ranks",
+        )
+        return msgspec.msgpack.decode(data, type=_Vote)
 
     def _count(self, key: str, timeout_s: float) -> _Vote:
         board = self._board
         try:
-            wait_all_arrived(board, key, timeout_s=timeout_s, waiting_for="every rank's verdict on the load")
+            wait_all_arrived(board, key, timeout_s=timeout_s, waiting_for="every rank's vote")
             keys = [f"{key}/{rank}" for rank in range(board.world)]
-            data = board.gather(keys, timeout_s=timeout_s, waiting_for="verdicts on the load")
+            data = board.gather(keys, timeout_s=timeout_s, waiting_for="every rank's vote")
             self._sweep()
         except DeadlineExceeded as late:
             return _Vote(AbortReason.of(late, rank=0))
         votes = [msgspec.msgpack.decode(item, type=_Vote) for item in data]
-        first = next((vote.reason for vote in votes if vote.reason is not None), None)
+        first = next((vote.reason for vote in votes if vote.reason is not None), None) or _first_astray(votes)
         common = set(votes[0].unexpected).intersection(*(vote.unexpected for vote in votes[1:]))
         return _Vote(first, tuple(sorted(common)))
 
@@ -259,3 +285,15 @@ class Votes:
     def _next_key(self) -> str:
         self._number += 1
         return f"vote/{self._number}"
+
+
+def _first_astray(votes: Sequence[_Vote]) -> AbortReason | None:
+    """The first rank whose target isn't rank 0's."""
+    for rank, vote in enumerate(votes):
+        if vote.target != votes[0].target:
+            message = (
+                f"ranks disagree on the path: rank 0 was given {votes[0].target}, rank {rank} {vote.target}; "
+                "a checkpoint has one path, on a file system that all ranks share"
+            )
+            return AbortReason(rank, "ConfigError", message, fields={"field": "path"})
+    return None

@@ -53,9 +53,9 @@ def save(
     Raises `ConfigError`, `CheckpointExists`, `SaveFailed`, `StorageError`, `DeadlineExceeded`, `OutcomeUnknown`; the
     same on every rank. Nothing is visible at ``path`` unless this returned.
     """
-    session = _SaveSession(state, path, process_group, timeout)
+    session = _SaveSession(state, path, process_group, timeout, step, metrics, "eager", overwrite=overwrite)
     try:
-        return session.start(step=step, metrics=metrics, staging="eager", overwrite=overwrite).result()
+        return session.start().result()
     finally:
         session.close()
 
@@ -77,9 +77,9 @@ def async_save(
     step waits until they are; call ``handle.wait_staged()`` before changing them otherwise. With ``"eager"`` all is
     copied when this returns.
     """
-    session = _SaveSession(state, path, process_group, timeout)
+    session = _SaveSession(state, path, process_group, timeout, step, metrics, staging, overwrite=overwrite)
     try:
-        handle = session.start(step=step, metrics=metrics, staging=staging, overwrite=overwrite)
+        handle = session.start()
     except BaseException:
         session.close()
         raise
@@ -108,13 +108,20 @@ def load(
     Raises `CheckpointNotFound`, `CheckpointCorrupt`, `StateMismatch`, `StorageError`, `DeadlineExceeded`; the same on
     every rank. After a failure in the middle the destination is undefined until a load succeeds.
     """
-    checked_seconds("timeout", timeout)
-    target = checked_path(path, field="path")
     group = open_group(process_group, purpose="load")
-    tree = StateTree(state, rank=group.rank, world=group.world, group_ranks=group.ranks)
-    options = LoadOptions(strict=strict, verify=verify, timeout_s=timeout)
+    error: BaseException | None = None
+    target = ""
     try:
-        return load_state(tree, lambda: target, group, Votes(group.board), options)
+        timeout_s = checked_seconds("timeout", timeout)
+        votes = Votes(group.board)
+        try:
+            target = checked_path(path, field="path")
+            tree = StateTree(state, rank=group.rank, world=group.world, group_ranks=group.ranks)
+        except Exception as failed:  # noqa: BLE001 - raised by `settle`, after the other ranks have been told
+            error = failed
+        votes.settle(error, target=target, timeout_s=timeout_s)
+        options = LoadOptions(strict=strict, verify=verify, timeout_s=timeout_s)
+        return load_state(tree, lambda: target, group, votes, options)
     finally:
         group.board.close()
 
@@ -124,19 +131,48 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:  # noqa: A001 - the name u
     return open_checkpoint(path)
 
 
+def _checked_request(
+    target: str, step: int | None, metrics: Mapping[str, float] | None, staging: str, *, overwrite: bool
+) -> SaveRequest:
+    if step is not None:
+        checked_step(step)
+    if staging not in ("lazy", "eager"):
+        raise ConfigError(f"staging must be 'lazy' or 'eager', not {staging!r}", field="staging")
+    return SaveRequest(
+        step=step,
+        name=os.path.basename(target),
+        metrics=checked_metrics(metrics),
+        resumable=True,
+        overwrite=overwrite,
+        eager=staging == "eager",
+    )
+
+
 class _SaveSession:
     """A saver for one save to one path. Every rank makes one, with the same arguments; `close` is idempotent."""
 
     def __init__(
-        self, state: Mapping[str, Any], path: str | os.PathLike[str], process_group: Any | None, timeout: float
+        self,
+        state: Mapping[str, Any],
+        path: str | os.PathLike[str],
+        process_group: Any | None,
+        timeout: float,
+        step: int | None,
+        metrics: Mapping[str, float] | None,
+        staging: str,
+        *,
+        overwrite: bool,
     ) -> None:
-        timeout_s = checked_seconds("timeout", timeout)
+        # First of all: ranks number their sessions, also one whose arguments are refused.
         self._group = group = open_group(process_group, purpose="save")
+        timeout_s = checked_seconds("timeout", timeout)
+        self._target = ""
         self._lock: RootLock | None = None
         self._saver: Saver | None = None
         error: BaseException | None = None
         try:
             self._target = checked_path(path, field="path")
+            self._request = _checked_request(self._target, step, metrics, staging, overwrite=overwrite)
             self._tree = StateTree(state, rank=group.rank, world=group.world, group_ranks=group.ranks)
             if group.rank == 0:
                 self._prepare(timeout_s)
@@ -146,7 +182,7 @@ class _SaveSession:
             keep=None, in_flight=1, stage_timeout=timeout_s, persist_timeout=timeout_s, commit_timeout=timeout_s
         )
         try:
-            Votes(group.board).settle(error, timeout_s=timeout_s)
+            Votes(group.board).settle(error, target=self._target, timeout_s=timeout_s)
             self._saver = Saver(LocalStorage(os.path.dirname(self._target)), group, config)
         except BaseException:
             self.close()
@@ -167,24 +203,10 @@ class _SaveSession:
             timeout_s=timeout_s,
         )
 
-    def start(
-        self, *, step: int | None, metrics: Mapping[str, float] | None, staging: str, overwrite: bool
-    ) -> SaveHandle:
+    def start(self) -> SaveHandle:
         if self._saver is None:
             raise AssertionError("a session is started once it is open")
-        if step is not None:
-            checked_step(step)
-        if staging not in ("lazy", "eager"):
-            raise ConfigError(f"staging must be 'lazy' or 'eager', not {staging!r}", field="staging")
-        request = SaveRequest(
-            step=step,
-            name=os.path.basename(self._target),
-            metrics=checked_metrics(metrics),
-            resumable=True,
-            overwrite=overwrite,
-            eager=staging == "eager",
-        )
-        return self._saver.start(self._tree, request)
+        return self._saver.start(self._tree, self._request)
 
     def close(self) -> None:
         """Let the save end, then release everything."""

@@ -93,7 +93,11 @@ def load_state(
     except Exception as failed:  # noqa: BLE001 - raised by `settle`, after the other ranks have been told
         error = failed
     votes.settle(error, timeout_s=options.timeout_s)
-    loading.finish(objects)
+    try:
+        loading.finish(objects)
+    except Exception as failed:  # noqa: BLE001 - raised by `settle`, after the other ranks have been told
+        error = failed
+    votes.settle(error, timeout_s=options.timeout_s)
     events.emit("load.finished", step=source.step, rank=group.rank, path=source.directory)
     return Checkpoint(source)
 

@@ -69,18 +69,16 @@ class CheckpointManager:
         exports: Sequence[Any] = (),
         process_group: Any | None = None,
     ) -> None:
+        # First of all: ranks number their sessions, also one whose arguments are refused.
+        self._group = open_group(process_group, purpose="manager")
         self._config = config = config if config is not None else CheckpointConfig()
         if not isinstance(config, CheckpointConfig):
             raise ConfigError(f"config must be a CheckpointConfig, not {type(config).__name__}", field="config")
         if exports:
             raise ConfigError("exports are not in this release; leave `exports` empty", field="exports")
-        self._root = checked_path(root, field="root")
-        self._group = open_group(process_group, purpose="manager")
         self._votes = Votes(self._group.board)
-        self._state = state
-        self._tree = self._tree_of(state, auto_rng=True)
+        self._root = ""
         self._model_tree: StateTree | None = None
-        self._storage = LocalStorage(self._root)
         self._lock: RootLock | None = None
         self._saver: Saver | None = None
         self._handles: list[SaveHandle] = []
@@ -91,8 +89,24 @@ class CheckpointManager:
         self._closed = False
         self.recovered: Any = None
         """What recovery did at this start (rank 0 only), None where nothing was to do."""
-        if not config.load_only:
-            self._start_writing()
+        error: BaseException | None = None
+        try:
+            self._root = checked_path(root, field="root")
+            self._tree = self._tree_of(state, auto_rng=True)
+            self._storage = LocalStorage(self._root)
+            if self._group.rank == 0 and not config.load_only:
+                self._prepare_root()
+        except Exception as failed:  # noqa: BLE001 - raised by `settle`, after the other ranks have been told
+            error = failed
+        try:
+            timeout_s = config.stage_timeout + config.persist_timeout
+            self._votes.settle(error, target=self._root, timeout_s=timeout_s)
+            if not config.load_only:
+                self._saver = Saver(self._storage, self._group, config, on_published=self._after_publish)
+                guard_updates(self._saver)
+        except BaseException:
+            self._let_go()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -212,11 +226,11 @@ class CheckpointManager:
         """Start whatever is due after training step ``step``; returns the handles of what was started.
 
         Returns once references and eager values are taken (``mode="async"``), or when published (``"sync"``).
-        metrics: numbers to store with the checkpoint, rank 0's count. Raises an earlier failure as `on_error` says.
+        metrics: numbers to store with the checkpoint, rank 0's count. Raises an earlier failure as `on_error` says,
+        once what is due has been started: ranks learn of a failure at different moments, and must stay in step.
         """
         self._check_open()
         checked_step(step)
-        self._raise_failures()
         due = self._config.every is not None and step % self._config.every == 0 and step > 0
         if not self._seen_first:
             self._seen_first = True
@@ -226,6 +240,7 @@ class CheckpointManager:
         if due:
             return [self.save(step, metrics=metrics)]
         self._saver.warm_up(self._tree)
+        self._raise_failures()
         return []
 
     def save(self, step: int, *, metrics: Mapping[str, float] | None = None, final: bool = False) -> SaveHandle:
@@ -233,17 +248,16 @@ class CheckpointManager:
 
         Returns as `step` does; with ``final`` the last-save options apply and it returns when published. Saving a
         step that this manager has saved already is `CheckpointExists`, but for ``final``, which returns that save.
+        Where it raises an earlier failure, this save goes on all the same.
         """
         self._check_open()
         checked_step(step)
         numbers = checked_metrics(metrics)
-        self._raise_failures()
         saver = self._saver
         if saver is None:
             raise ConfigError("this manager was made with load_only=True and never saves", field="load_only")
         last = self._last
-        if final and last is not None and last.step == step and not (last.done() and last.stage != "published"):
-            last.result()
+        if final and last is not None and last.step == step and last.exception() is None:
             return last
         model_only = final and self._config.last_model_only
         request = SaveRequest(
@@ -263,7 +277,7 @@ class CheckpointManager:
         self._last = handle
         if final or self._config.mode == "sync" or self._config.on_error == "raise_now":
             handle.exception()
-            self._raise_failures()
+        self._raise_failures()
         return handle
 
     def before_update(self) -> None:
@@ -321,46 +335,31 @@ class CheckpointManager:
                 unguard_updates(self._saver)
                 self._saver.close(timeout)
         finally:
-            if self._lock is not None:
-                self._lock.release()
-                self._lock = None
-            self._group.board.close()
+            self._let_go()
         self._raise_failures()
 
     # Inside. -----------------------------------------------------------------------------------------------------
 
-    def _start_writing(self) -> None:
-        """Rank 0 makes the root, locks it and settles what a crash has left; then all ranks start their engines."""
-        error: BaseException | None = None
-        if self._group.rank == 0:
-            try:
-                create_root(self._root)
-                self._lock = RootLock.acquire(self._root)
-                report = recover(
-                    self._storage,
-                    clock=time.monotonic,
-                    sleep=time.sleep,
-                    timeout_s=self._config.persist_timeout,
-                )
-                self.recovered = report
-                events.emit(
-                    "root.recovered",
-                    rank=0,
-                    path=self._root,
-                    rolled_forward=report.rolled_forward,
-                    removed=report.removed,
-                )
-            except (HoldfastError, OSError) as failed:
-                error = failed
-        timeout_s = self._config.stage_timeout + self._config.persist_timeout
-        try:
-            self._votes.settle(error, timeout_s=timeout_s)
-            self._saver = Saver(self._storage, self._group, self._config, on_published=self._after_publish)
-        except BaseException:
-            if self._lock is not None:
-                self._lock.release()
-            raise
-        guard_updates(self._saver)
+    def _prepare_root(self) -> None:
+        """Rank 0: make the root, lock it and settle what a crash has left."""
+        create_root(self._root)
+        self._lock = RootLock.acquire(self._root)
+        self.recovered = report = recover(
+            self._storage, clock=time.monotonic, sleep=time.sleep, timeout_s=self._config.persist_timeout
+        )
+        events.emit(
+            "root.recovered",
+            rank=0,
+            path=self._root,
+            rolled_forward=report.rolled_forward,
+            removed=report.removed,
+        )
+
+    def _let_go(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
+        self._group.board.close()
 
     def _tree_of(self, state: Mapping[str, Any], *, auto_rng: bool) -> StateTree:
         group = self._group

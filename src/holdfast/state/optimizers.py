@@ -2,8 +2,8 @@
 
     <key>.state.<fqn>.<k>         state of the parameter that its module names <fqn>; tensors and plain values
     <key>.param_groups.<i>.<k>    options of group i; "params" is the list of the group's <fqn>s
-    <key>.param_groups.<fqn>.<k>  instead, for parameters of a list of modules (pipeline stages): every rank numbers the
-                                  groups of its own stages from 0, so numbers would mix up the options of different ranks
+    <key>.param_groups.<fqn>.<k>  instead, for parameters of a list of modules (pipeline stages): every rank numbers
+                                  the groups of its stages from 0, so numbers would mix up options of different ranks
 
 Guarantees: no state is created, no ``state_dict()`` called, no hook run. A list of optimizers merges: state by name,
 groups numbered on from one to the next, as stock does for several optimizers over one model.
@@ -29,6 +29,7 @@ from holdfast.state.entries import ObjectEntry, Path, TensorEntry, TensorGuard, 
 from holdfast.state.flatten import flatten
 
 if TYPE_CHECKING:
+    from holdfast.plan.structure import PathItem
     from holdfast.state.modules import ModuleSource
 
 _values = methodcaller("values")
@@ -184,6 +185,7 @@ class OptimizerSource:
     def options(self) -> list[tuple[Path, Any]]:
         """Every option of every group, by path, as it is now; all but the parameters."""
         groups = groups_of(self.optimizers)
+        labels: Sequence[Sequence[PathItem]]
         labels = self._fqn_lists if self._by_parameter else [[index] for index in range(len(groups))]
         return [
             ((*self.path, _GROUPS, label, key), value)
