@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import holdfast
+from holdfast import errors
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -25,6 +26,7 @@ PAGES_WITH_BLOCKS = [page for page in PAGES if BLOCK.search(page.read_text())]
 RUNNER = """
 import re, sys
 page = sys.argv[1]
+sys.path.insert(0, sys.argv[2])
 text = open(page).read()
 names = {"__name__": "__main__"}
 for block in re.finditer(r"^```python\\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
@@ -53,7 +55,7 @@ def test_there_are_blocks_to_run() -> None:
 @pytest.mark.parametrize("page", PAGES_WITH_BLOCKS, ids=name_of)
 def test_blocks_run(page: Path, tmp_path: Path) -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", RUNNER, str(page)],
+        [sys.executable, "-c", RUNNER, str(page), str(Path(holdfast.__file__).parents[1])],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -96,9 +98,5 @@ def test_configuration_page_lists_every_field_with_its_default() -> None:
 def test_errors_page_lists_every_error() -> None:
     text = (ROOT / "docs" / "errors.md").read_text()
     documented = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
-    raised = {
-        name
-        for name, value in vars(holdfast.errors).items()
-        if isinstance(value, type) and issubclass(value, Exception)
-    }
+    raised = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
     assert documented == raised - {"HoldfastError"}

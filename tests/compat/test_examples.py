@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+import holdfast
+
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6
 
@@ -22,6 +24,7 @@ def train(out: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "train_lm.py"), "--out", str(out), "--steps", str(STEPS)]
     command += ["--every", "2", "--size", "tiny", "--batch", "2", "--length", "64"]
     environment = {name: value for name, value in os.environ.items() if name not in {"RANK", "WORLD_SIZE"}}
+    environment["PYTHONPATH"] = str(Path(holdfast.__file__).parents[1])
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
