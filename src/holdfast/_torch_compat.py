@@ -222,6 +222,16 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return wait_for_collective(dtensor_local(tensor)) if is_dtensor(tensor) else wait_for_collective(tensor)
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is of a type that torch handles without asking anyone: its memory is its own."""
+    return type(tensor) in _PLAIN_TYPES
+
+
+def has_copy_kernel(dtype: torch.dtype) -> bool:
+    """Whether tensors of ``dtype`` can be copied as they are, on every device and version."""
+    return dtype in _ORDINARY
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` as one every kernel takes: itself, or for fp8 and the like its bits as integers of the same size."""
     if tensor.dtype in _ORDINARY or tensor.is_conj() or tensor.is_neg():
@@ -250,7 +260,8 @@ def clone(tensor: torch.Tensor) -> torch.Tensor:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor's memory as one-dimensional uint8."""
-    flat = tensor.detach().reshape(-1)
+    # Not by `reshape`: a dimension of size 1 may have any stride, which a view as bytes would refuse.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
 
 
