@@ -39,8 +39,8 @@ from holdfast.format.objects import ALLOWED_OBJECTS, load_object
 from holdfast.plan.index import index_of
 from holdfast.plan.structure import ObjectSpec, PathItem, TensorSpec
 from holdfast.plan.write import PlacedTensor, RankPlan, lay_out
+from holdfast.staging.copies import CopyBatch, CopyItem
 from holdfast.staging.image import Image
-from holdfast.staging.stager import CopyItem, copy_batch
 from holdfast.state.entries import check_tensor, local_tensor
 from holdfast.storage.lease import hold, lease_name, new_record
 
@@ -147,7 +147,7 @@ class _Share:
                 end = kept.offset + kept.capacity
                 host[kept.offset : end] = self._objects[kept.name][1]
         host[end:] = bytes(len(host) - end)
-        copy_batch(copies)
+        CopyBatch(copies).copy()
         count = len(placed)
         offsets = struct.pack(f"<{count}Q", *(place.payload_offset for place in placed))
         return offsets, struct.pack(f"<{count}Q", *(place.nbytes for place in placed))
