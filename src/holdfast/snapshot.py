@@ -19,12 +19,13 @@ from holdfast.format.objects import ObjectPayload, dump_object, object_capacity
 from holdfast.plan.structure import Structure, digest_of, encode_structure
 from holdfast.staging.tripwire import WatchList
 from holdfast.state.structure import structure_of
-from holdfast.state.tree import StateTree, update_targets
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
+
+    from holdfast.state.tree import StateTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ class SnapshotTaker:
                 digest=digest_of(encoded),
                 lazy=lazy,
                 watched=WatchList(lazy),
-                update_ids=frozenset(update_targets(collected)),
+                update_ids=tree.update_targets(collected),
                 devices=frozenset(
                     device for entry in collected.tensors if (device := entry.tensor.device).type == "cuda"
                 ),

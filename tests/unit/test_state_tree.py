@@ -18,7 +18,7 @@ from holdfast.state.entries import local_tensor
 from holdfast.state.per_rank import PerRank
 from holdfast.state.rng import RNG
 from holdfast.state.structure import structure_of
-from holdfast.state.tree import StateTree, update_targets
+from holdfast.state.tree import StateTree
 
 
 def names(state: dict[str, Any], **options: Any) -> set[str]:
@@ -105,13 +105,15 @@ def test_update_targets_are_parameters_and_state() -> None:
     model, optimizer = trained()
     tree = one_rank({"model": model, "optimizer": optimizer})
     collected = tree.collect()
-    targets = update_targets(collected)
+    targets = tree.update_targets(collected)
     assert {id(param) for param in model.parameters()} <= targets
     assert id(model[1].running_mean) not in targets
-    (group,) = tree.update_groups(collected)
-    assert group.optimizer is optimizer
-    assert len(group.steps) == 6
-    assert {"model.0.weight", "optimizer.state.0.weight.exp_avg"} <= set(group.names)
+
+
+def test_the_parameters_of_an_optimizer_are_update_targets_without_their_module() -> None:
+    model, optimizer = trained()
+    tree = one_rank({"optimizer": optimizer})
+    assert {id(param) for param in model.parameters()} <= tree.update_targets(tree.collect())
 
 
 def test_values_of_one_rank() -> None:

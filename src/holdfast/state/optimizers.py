@@ -21,7 +21,6 @@ from itertools import chain, compress
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 from torch.optim import Optimizer
 
@@ -34,18 +33,6 @@ if TYPE_CHECKING:
 
 _values = methodcaller("values")
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
-
-
-class UpdateGroup(msgspec.Struct, frozen=True, eq=False):
-    """One parameter group: what a moved step counter says has been updated.
-
-    Fused kernels write to parameters and state without bumping a version; ``steps`` they do count up.
-    """
-
-    optimizer: Optimizer
-    steps: tuple[torch.Tensor, ...]
-    names: tuple[str, ...]
-    """Tensor entries of the group's parameters and their state."""
 
 
 def as_optimizers(value: object) -> tuple[Optimizer, ...] | None:
@@ -86,6 +73,11 @@ class OptimizerSource:
         self._objects: list[tuple[int, Path, str]] = []
         self._nested = True
         self._guard = TensorGuard(())
+
+    @property
+    def parameters(self) -> Sequence[torch.Tensor]:
+        """The parameters of all groups, as of the last `refresh`."""
+        return self._params
 
     def refresh(self, modules: Sequence[ModuleSource], *, modules_unchanged: bool) -> bool:
         """Bring `tensors` up to date; True if nothing had changed since the last call."""
@@ -201,24 +193,6 @@ class OptimizerSource:
             return []
         paths: list[Path] = [(*self.path, _GROUPS, index, _PARAMS) for index in range(len(self._fqn_lists))]
         return [ObjectEntry(joined(path), path, fqns) for path, fqns in zip(paths, self._fqn_lists, strict=True)]
-
-    def update_groups(self, entry_name_of: Mapping[int, str]) -> list[UpdateGroup]:
-        """An `UpdateGroup` for each group that counts steps in tensors; ``entry_name_of`` maps tensor ids to names."""
-        found = []
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                steps: list[torch.Tensor] = []
-                members: list[torch.Tensor] = []
-                for param in group[_PARAMS]:
-                    state = optimizer.state.get(param, {})
-                    members += [param, *(item for item in state.values() if isinstance(item, torch.Tensor))]
-                    step = state.get("step")
-                    if isinstance(step, torch.Tensor):
-                        steps.append(step)
-                names = tuple(entry_name_of[id(item)] for item in members if id(item) in entry_name_of)
-                if steps:
-                    found.append(UpdateGroup(optimizer, tuple(steps), names))
-        return found
 
 
 def _homes(params: Sequence[torch.Tensor], modules: Sequence[ModuleSource]) -> Sequence[ModuleSource]:

@@ -44,7 +44,7 @@ from holdfast.state.entries import (
 from holdfast.state.flatten import check_depth, flatten, flatten_exactly, is_entered, item_path
 from holdfast.state.loading import LoadBuilder, Loading, StoredInfo
 from holdfast.state.modules import ModuleSource
-from holdfast.state.optimizers import OptimizerSource, UpdateGroup, as_optimizers
+from holdfast.state.optimizers import OptimizerSource, as_optimizers
 from holdfast.state.parts_loading import plan_part
 from holdfast.state.per_rank import PerRank
 from holdfast.state.rng import RNG
@@ -220,11 +220,17 @@ class StateTree:
 
     # what updates change -------------------------------------------------------------------------------------
 
-    def update_groups(self, collected: Collected) -> tuple[UpdateGroup, ...]:
-        """The optimizers' parameter groups that count steps in tensors, with the names of what a step changes."""
-        names = {id(entry.tensor): entry.name for entry in collected.tensors}
-        sources = [source for source in self._sources.values() if isinstance(source, OptimizerSource)]
-        return tuple(group for source in sources for group in source.update_groups(names))
+    def update_targets(self, collected: Collected) -> frozenset[int]:
+        """``id`` of every tensor whose update may change a lazily staged one.
+
+        These themselves, and the parameters of the state's optimizers, which may be in no module of the state: a step
+        of an optimizer that holds none of all these needn't wait.
+        """
+        lazy = {id(entry.tensor) for entry in collected.tensors if entry.lazy}
+        for source in self._sources.values():
+            if isinstance(source, OptimizerSource):
+                lazy.update(map(id, source.parameters))
+        return frozenset(lazy)
 
     # loading -------------------------------------------------------------------------------------------------
 
@@ -302,11 +308,6 @@ def _emit_values(part: Part, sink: _Sink) -> None:
         sink.objects += [*part.objects(), *part.members()]
         for path, option in part.options():
             flatten(path, option, sink)
-
-
-def update_targets(collected: Collected) -> frozenset[int]:
-    """``id`` of every lazily staged tensor: an optimizer that holds none of them may step without waiting."""
-    return frozenset(id(entry.tensor) for entry in collected.tensors if entry.lazy)
 
 
 def _describe(entry: TensorEntry) -> tuple[Any, ...]:
