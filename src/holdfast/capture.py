@@ -175,6 +175,8 @@ class CapturePool:
     def use_plan(self, plan: RankPlan | None) -> None:
         """Make buffers of ``plan`` the ones to keep, and retire the idle ones of any other."""
         with self._condition:
+            if plan is self._plan:
+                return
             old, self._idle, self._plan = self._idle, [], plan
         for buffer in old:
             self._retire(buffer)
