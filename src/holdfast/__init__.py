@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast._version import __version__
 
 if TYPE_CHECKING:
-    from holdfast import dcp
+    from holdfast import dcp as dcp
     from holdfast.api import async_save, load, open, save  # noqa: A004
     from holdfast.checkpoint import Checkpoint, TensorInfo, VerifyReport
     from holdfast.config import CheckpointConfig

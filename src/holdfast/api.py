@@ -12,13 +12,13 @@ import time
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from holdfast.agreement import Votes
+from holdfast.arguments import checked_metrics, checked_path, checked_seconds, checked_step
 from holdfast.capture import SaveRequest
 from holdfast.checkpoint import Checkpoint, open_checkpoint
-from holdfast.config import CheckpointConfig, checked_seconds
+from holdfast.config import CheckpointConfig
 from holdfast.errors import ConfigError
 from holdfast.group import open_group
 from holdfast.loader import LoadOptions, load_state
-from holdfast.manager import checked_metrics, checked_path, checked_step
 from holdfast.optimizer_hook import guard_updates, unguard_updates
 from holdfast.recovery import recover
 from holdfast.saver import Saver

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from holdfast.arguments import checked_seconds
 from holdfast.dtypes import ITEMSIZE
 from holdfast.errors import ConfigError
 from holdfast.retention import Keep
@@ -39,8 +40,8 @@ class CheckpointConfig:
         staging: ``"lazy"`` copies during the next forward and backward; ``"eager"`` before `save` returns.
         in_flight: captures that may exist at a time, each with its own file images; 1 to 4.
         when_busy: with all of them in use, ``"wait"`` for one (counted as stall) or ``"skip"`` this save.
-        on_error: a failed save is raised at the next call (``"raise"``), by a wait for the outcome in the call that
-            started it (``"raise_now"``), or only logged and warned of (``"warn"``).
+        on_error: a failed save is raised by the next `step`, `save`, `wait` or `close` (``"raise"``), already by the
+            next optimizer step or `before_update` (``"raise_now"``), or only logged and warned of (``"warn"``).
         last_model_only: `save(final=True)` keeps the modules only; such a checkpoint is never resumed from.
         last_dtype: and converts their floating-point tensors to this dtype; a `torch.dtype`, its name, or None.
     Loading
@@ -127,15 +128,6 @@ def _check_int(name: str, value: object, *, low: int, high: int | None = None, o
     if not fits:
         bounds = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
         raise _bad(name, value, bounds + (" or None" if optional else ""))
-
-
-def checked_seconds(name: str, value: object) -> float:
-    """``value`` if it can be a deadline; `ConfigError` naming ``name`` otherwise."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise ConfigError(
-            f"{name}: expected a finite number of seconds > 0 (every wait has a deadline), found {value!r}", field=name
-        )
-    return value
 
 
 def _check_template(template: object) -> None:

@@ -9,14 +9,13 @@ Does not copy, write or decide: ``saver``, ``loader``, ``retention`` and ``recov
 from __future__ import annotations
 
 import logging
-import os
 import time
 import warnings
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from holdfast import events
 from holdfast.agreement import Votes
+from holdfast.arguments import checked_metrics, checked_path, checked_step
 from holdfast.capture import SaveRequest
 from holdfast.config import CheckpointConfig
 from holdfast.errors import (
@@ -25,19 +24,20 @@ from holdfast.errors import (
     HoldfastError,
 )
 from holdfast.group import open_group
+from holdfast.keeping import Keeper
 from holdfast.loader import LoadOptions, is_corrupt, load_state
 from holdfast.optimizer_hook import guard_updates, unguard_updates
 from holdfast.pins import Pins
 from holdfast.recovery import recover
-from holdfast.retention import Entry, select_deletions
-from holdfast.root import attempt_id, foreign_steps, hidden_name, published, read_manifest
+from holdfast.root import published
 from holdfast.saver import Saver
 from holdfast.state.tree import StateTree
 from holdfast.storage.local import LocalStorage, create_root
 from holdfast.storage.lock import RootLock
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    import os
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
     from typing_extensions import Self
@@ -94,6 +94,7 @@ class CheckpointManager:
             self._root = checked_path(root, field="root")
             self._tree = self._tree_of(state, auto_rng=True)
             self._storage = LocalStorage(self._root)
+            self._keeper = Keeper(self._storage, config.name_template, config.keep)
             if self._group.rank == 0 and not config.load_only:
                 self._prepare_root()
         except Exception as failed:  # noqa: BLE001 - raised by `settle`, after the other ranks have been told
@@ -103,7 +104,10 @@ class CheckpointManager:
             self._votes.settle(error, target=self._root, timeout_s=timeout_s)
             if not config.load_only:
                 self._saver = Saver(self._storage, self._group, config, on_published=self._after_publish)
-                guard_updates(self._saver)
+                self._guard = _UpdateGuard(
+                    self._saver, self._raise_failures if config.on_error == "raise_now" else None
+                )
+                guard_updates(self._guard)
         except BaseException:
             self._let_go()
             raise
@@ -164,7 +168,7 @@ class CheckpointManager:
         listing = b""
         if self._group.rank == 0:
             try:
-                found = self._choose(step)
+                found = self._keeper.candidates(step)
                 listing = "\n".join(f"{number} {name}" for number, name in found).encode()
             except (HoldfastError, OSError) as failed:
                 error = failed
@@ -172,36 +176,8 @@ class CheckpointManager:
         rows = [line.split(" ", 1) for line in listing.decode().splitlines()]
         return [(int(number), name) for number, name in rows]
 
-    def _choose(self, step: int | None) -> list[tuple[int, str]]:
-        # A run that used stock DCP before has steps without our manifest: they are resumed from, and never deleted.
-        found = sorted(
-            published(self._storage, self._config.name_template)
-            + foreign_steps(self._storage, self._config.name_template)
-        )
-        if step is not None:
-            exact = [(number, name) for number, name in found if number == step]
-            if not exact:
-                have = ", ".join(str(number) for number, _ in found) or "none"
-                raise CheckpointNotFound(
-                    f"step {step} is not published under {self._root}; published steps: {have}",
-                    path=self._root,
-                    step=step,
-                )
-            return exact
-        resumable = [(number, name) for number, name in found if self._is_resumable(name)]
-        # A model-only last save is newer than what a run resumes from, so it is tried after all that are resumable.
-        others = [row for row in found if row not in resumable]
-        return resumable[::-1] or others[::-1]
-
-    def _is_resumable(self, name: str) -> bool:
-        try:
-            manifest = read_manifest(self._storage, name)
-        except HoldfastError:
-            return True  # a corrupt manifest is found, and told, when it is loaded
-        return manifest is None or manifest.resumable
-
     def _load(self, step: int, name: str) -> None:
-        manifest_only = not self._is_resumable(name)
+        manifest_only = not self._keeper.is_resumable(name)
         options = LoadOptions(
             model_only=self._config.load_model_only or step == 0 or manifest_only,
             exclude=self._config.exclude_from_loading,
@@ -275,7 +251,7 @@ class CheckpointManager:
         self._handles.append(handle)
         self._saved.add(step)
         self._last = handle
-        if final or self._config.mode == "sync" or self._config.on_error == "raise_now":
+        if final or self._config.mode == "sync":
             handle.exception()
         self._raise_failures()
         return handle
@@ -287,7 +263,7 @@ class CheckpointManager:
         stream does. The optimizer hook calls it for every optimizer step.
         """
         if self._saver is not None:
-            self._saver.before_update()
+            self._guard.before_update()
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Return when captured state may be changed. timeout: seconds, None for `stage_timeout`; `DeadlineExceeded`."""
@@ -332,7 +308,7 @@ class CheckpointManager:
         self._closed = True
         try:
             if self._saver is not None:
-                unguard_updates(self._saver)
+                unguard_updates(self._guard)
                 self._saver.close(timeout)
         finally:
             self._let_go()
@@ -409,69 +385,20 @@ class CheckpointManager:
             Pins(self._storage).set(step, pinned=pinned)
 
     def _after_publish(self, checkpoint: Checkpoint) -> None:
-        """Retention; on the finalizer thread of rank 0, after every publish. Never fails the save."""
-        if self._group.rank != 0 or self._config.keep is None:
-            return
-        try:
-            entries = self._entries()
-            doomed = set(select_deletions(list(entries.values()), self._config.keep))
-            for name, entry in entries.items():
-                if entry.step in doomed:
-                    self._delete(name, entry.step)
-        except (HoldfastError, OSError) as error:
-            _log.warning("retention after step %s did not finish: %s", checkpoint.step, error)
-
-    def _entries(self) -> dict[str, Entry]:
-        pins = Pins(self._storage).all()
-        entries = {}
-        for step, name in published(self._storage, self._config.name_template):
-            manifest = read_manifest(self._storage, name)
-            if manifest is None:
-                continue
-            entries[name] = Entry(
-                step=step,
-                created_s=datetime.fromisoformat(manifest.created).timestamp(),
-                metrics=manifest.metrics,
-                resumable=manifest.resumable,
-                pinned=step in pins,
-            )
-        return entries
-
-    def _delete(self, name: str, step: int) -> None:
-        """Invisible at once, by a rename; the engine then removes it at its leisure."""
-        trash = hidden_name(name, attempt_id(), "trash")
-        self._storage.rename(name, trash)
-        self._storage.sync_dir("")
-        events.emit("checkpoint.deleted", step=step, rank=0, path=self._storage.path(name))
-        if self._saver is not None:
-            self._saver.remove(trash)
+        """On the finalizer thread, before the handle ends: who waits for it finds retention applied."""
+        del checkpoint
+        if self._group.rank == 0 and self._saver is not None:
+            self._keeper.apply_retention(self._saver.remove)
 
 
-def checked_path(path: object, *, field: str) -> str:
-    """``path`` made absolute; `ConfigError` for object stores and for what can't be a directory."""
-    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
-    if not isinstance(text, str) or not text:
-        raise ConfigError(f"{field} must be the path of a directory, not {path!r}", field=field)
-    if "://" in text:
-        raise ConfigError(f"{text}: object stores are not in this release; give a directory", field=field)
-    absolute = os.path.abspath(text)
-    if os.path.lexists(absolute) and not os.path.isdir(absolute):
-        raise ConfigError(f"{absolute} is a file; expected a directory, or a path that doesn't exist yet", field=field)
-    return absolute
+class _UpdateGuard:
+    """What stands in front of every update: the wait for copies, then, with ``"raise_now"``, failures."""
 
+    def __init__(self, saver: Saver, raise_failures: Callable[[], None] | None) -> None:
+        self._saver = saver
+        self._raise_failures = raise_failures
 
-def checked_step(step: object) -> None:
-    """`ConfigError` unless ``step`` is an integer >= 0."""
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ConfigError(f"step must be an integer >= 0, not {step!r}", field="step")
-
-
-def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Metrics as plain floats; anything with ``float()`` will do (a 0-dim tensor, say). `ConfigError` otherwise."""
-    found = {}
-    for name, value in (metrics or {}).items():
-        try:
-            found[str(name)] = float(value)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"metric {name!r} must be a number, not {value!r}", field=f"metrics.{name}") from error
-    return found
+    def before_update(self, parameters: Callable[[frozenset[int]], bool] | None = None) -> None:
+        self._saver.before_update(parameters)
+        if self._raise_failures is not None:
+            self._raise_failures()

@@ -32,9 +32,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from holdfast import events
+from holdfast.arguments import checked_path
 from holdfast.boxes import Box, whole
 from holdfast.errors import CheckpointNotFound, ConfigError, StateMismatch
-from holdfast.manager import checked_path
 from holdfast.opening import open_source
 from holdfast.plan.read import Want, plan_reads
 from holdfast.reading import Destination, read_into

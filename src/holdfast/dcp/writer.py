@@ -32,13 +32,13 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from holdfast import _torch_compat as compat
+from holdfast.arguments import checked_metrics, checked_path, checked_step
 from holdfast.dcp.attempt import DcpAttempt, refuse_occupied
 from holdfast.dcp.share import Assignment, check_items, open_directory, write_share
 from holdfast.engine.executor import WriteOptions
 from holdfast.errors import ConfigError, StateMismatch, StorageError
 from holdfast.format.dcp import STOCK_VERSION
 from holdfast.format.manifest import ManifestReport
-from holdfast.manager import checked_metrics, checked_path, checked_step
 from holdfast.outcome import AbortReason
 
 if TYPE_CHECKING:

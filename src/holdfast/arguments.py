@@ -1,0 +1,53 @@
+"""What users pass, checked before anything is touched: paths, steps, metrics, deadlines.
+
+Every check raises `ConfigError` that names the argument, what was expected and what was found.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from holdfast.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def checked_path(path: object, *, field: str) -> str:
+    """``path`` made absolute; `ConfigError` for object stores and for what can't be a directory."""
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text:
+        raise ConfigError(f"{field} must be the path of a directory, not {path!r}", field=field)
+    if "://" in text:
+        raise ConfigError(f"{text}: object stores are not in this release; give a directory", field=field)
+    absolute = os.path.abspath(text)
+    if os.path.lexists(absolute) and not os.path.isdir(absolute):
+        raise ConfigError(f"{absolute} is a file; expected a directory, or a path that doesn't exist yet", field=field)
+    return absolute
+
+
+def checked_step(step: object) -> None:
+    """`ConfigError` unless ``step`` is an integer >= 0."""
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ConfigError(f"step must be an integer >= 0, not {step!r}", field="step")
+
+
+def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Metrics as plain floats; anything with ``float()`` will do (a 0-dim tensor, say). `ConfigError` otherwise."""
+    found = {}
+    for name, value in (metrics or {}).items():
+        try:
+            found[str(name)] = float(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"metric {name!r} must be a number, not {value!r}", field=f"metrics.{name}") from error
+    return found
+
+
+def checked_seconds(name: str, value: object) -> float:
+    """``value`` if it can be a deadline; `ConfigError` naming ``name`` otherwise."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise ConfigError(
+            f"{name}: expected a finite number of seconds > 0 (every wait has a deadline), found {value!r}", field=name
+        )
+    return value
