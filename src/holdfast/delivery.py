@@ -10,6 +10,7 @@ Runs on one thread per session, attempts one after the other, with a board clien
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import struct
@@ -25,7 +26,7 @@ from holdfast._version import __version__
 from holdfast.checkpoint import Checkpoint
 from holdfast.commit import Attempt, Deadlines
 from holdfast.engine.messages import FileRow
-from holdfast.errors import DeadlineExceeded, HoldfastError
+from holdfast.errors import DeadlineExceeded, HoldfastError, OutcomeUnknown
 from holdfast.format.manifest import (
     METADATA_NAME,
     AttemptPlan,
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from holdfast.group import Group
     from holdfast.staging.layout import CaptureBuffer
     from holdfast.storage.local import LocalStorage
+
+_log = logging.getLogger("holdfast")
 
 MANIFEST_FORMAT: Final = 1
 ABORT_LOOK_S: Final = 1.0
@@ -97,15 +100,26 @@ class Delivery:
         if isinstance(outcome, Aborted):
             self._stop_engine_work(attempt)
             raise outcome.reason.error(step=capture.request.step)
-        return Checkpoint(open_holdfast(self._storage.path(attempt.name)))
+        path = self._storage.path(attempt.name)
+        try:
+            return Checkpoint(open_holdfast(path))
+        except HoldfastError as error:
+            raise OutcomeUnknown(
+                f"attempt {attempt.id} was published, but rank {self._group.rank} can't open {path}: {error}",
+                attempt=attempt.id,
+                step=capture.request.step,
+            ) from error
 
     def remove(self, name: str) -> None:
-        """Have the engine remove a trashed directory of the root; doesn't wait."""
-        fd = self._storage.open_dir("")
+        """Have the engine remove a trashed directory of the root; doesn't wait. What can't be is for the next start."""
         try:
-            self._engine.remove(fd, name)
-        finally:
-            os.close(fd)
+            fd = self._storage.open_dir("")
+            try:
+                self._engine.remove(fd, name)
+            finally:
+                os.close(fd)
+        except HoldfastError as error:
+            _log.warning("%s stays until the next start: %s", self._storage.path(name), error)
 
     def forget(self, buffer: CaptureBuffer) -> None:
         """The buffer is about to be freed: the engine must not keep its image."""

@@ -108,6 +108,17 @@ def test_no_descriptor_is_left_behind(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_the_root_may_be_a_link_and_nothing_below_it(tmp_path):
+    (tmp_path / "real" / "d").mkdir(parents=True)
+    (tmp_path / "root").symlink_to(tmp_path / "real")
+    (tmp_path / "real" / "link").symlink_to(tmp_path / "real" / "d")
+    storage = LocalStorage(tmp_path / "root")
+    for name in ("", "d"):
+        os.close(storage.open_dir(name))
+    with pytest.raises(StorageError):
+        storage.open_dir("link")
+
+
 def test_storage_errors_survive_pickling(tmp_path):
     with pytest.raises(StorageError) as caught:
         LocalStorage(tmp_path).read_file("a", max_bytes=1)

@@ -225,10 +225,10 @@ class LocalStorage:
             _refuse(error, "remove", path)
 
     def open_dir(self, name: str) -> int:
-        """A descriptor of the directory ``name``, closed on exec; the caller closes it."""
+        """A descriptor of the directory ``name``, closed on exec; the caller closes it. The root may be a link."""
         path = self.path(name)
         try:
-            return os.open(path, _DIR_FLAGS | os.O_NOFOLLOW)
+            return os.open(path, _DIR_FLAGS | (os.O_NOFOLLOW if name else 0))
         except OSError as error:
             _refuse(error, "open directory", path)
 
