@@ -95,6 +95,14 @@ def strided_shard_split(placement: object) -> int | None:
 # modules -------------------------------------------------------------------------------------------------------
 
 
+# The tables every module keeps, as `nn.Module.__setattr__` does: read by identity on each save, which their public
+# views (`named_parameters` and the like) are too slow for. If they move, those views still give the same, later.
+parameters_of = attrgetter("_parameters")
+buffers_of = attrgetter("_buffers")
+children_of = attrgetter("_modules")
+transient_buffers_of = attrgetter("_non_persistent_buffers_set")
+
+
 def is_compiled_module(module: nn.Module) -> bool:
     compiled = _loaded("torch._dynamo.eval_frame", "OptimizedModule")
     return compiled is not None and isinstance(module, compiled)

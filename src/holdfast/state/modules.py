@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from itertools import chain
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("holdfast.state")
 _warned: set[type] = set()
 
-_TABLES = tuple(map(attrgetter, ("_parameters", "_buffers", "_modules")))
+_TABLES = (compat.parameters_of, compat.buffers_of, compat.children_of)
 
 
 class _Seen(NamedTuple):
@@ -130,16 +129,16 @@ class ModuleSource:
                 field=joined(self.path),
             )
         _warn_of_overrides(module, joined((*self.path, prefix.rstrip("."))))
-        for name, parameter in module._parameters.items():  # noqa: SLF001
+        for name, parameter in compat.parameters_of(module).items():
             if parameter is not None:
                 yield prefix + name, parameter, True
-        for name, buffer in module._buffers.items():  # noqa: SLF001
-            if buffer is not None and name not in module._non_persistent_buffers_set:  # noqa: SLF001
+        for name, buffer in compat.buffers_of(module).items():
+            if buffer is not None and name not in compat.transient_buffers_of(module):
                 yield prefix + name, buffer, False
         if compat.has_extra_state(module):
             self.extra_states.append(((*self.path, prefix + compat.EXTRA_STATE), module))
         unnamed = _unnamed_children(module)
-        for name, child in module._modules.items():  # noqa: SLF001
+        for name, child in compat.children_of(module).items():
             if child is not None:
                 yield from self._named(child, prefix if name in unnamed else f"{prefix}{name}.")
 
@@ -158,7 +157,7 @@ def _look(owners: list[nn.Module]) -> _Seen:
         tables=tables,
         keys=list(chain.from_iterable(tables)),
         values=list(chain.from_iterable(map(dict.values, tables))),
-        transient=[set(names) for names in map(attrgetter("_non_persistent_buffers_set"), owners) if names],
+        transient=[set(names) for names in map(compat.transient_buffers_of, owners) if names],
     )
 
 
