@@ -97,7 +97,7 @@ REFUSED = [
     dict,
     set,
     object(),
-    io.BytesIO(),
+    io.StringIO(),
     memoryview(b""),
     NotImplemented,
     ...,
@@ -351,3 +351,18 @@ def test_a_big_endian_record_is_refused():
 def test_what_is_not_a_record_is_refused(record):
     with pytest.raises(CheckpointCorrupt):
         load(record)
+
+
+def test_streams_keep_content_and_position():
+    stream = io.BytesIO(b"abcdef")
+    stream.seek(4)
+    found = load_object(render_object(dump_object({"s": stream}, name="x"), 1024), name="x", path="p")["s"]
+    assert (type(found), found.getvalue(), found.tell()) == (io.BytesIO, b"abcdef", 4)
+
+    buffer = io.BytesIO()
+    torch.save(stream, buffer)
+    assert load_object(buffer.getvalue(), name="x", path="p").getvalue() == b"abcdef"
+
+    stream.name = "it has an attribute"
+    with pytest.raises(ConfigError, match="BytesIO"):
+        dump_object(stream, name="x")

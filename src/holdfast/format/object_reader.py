@@ -11,6 +11,7 @@ Does not: load object arrays, structured dtypes, sparse, quantized or nested ten
 
 from __future__ import annotations
 
+import io
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass
@@ -85,6 +86,10 @@ def _encode(text: Any, encoding: Any) -> bytes:
     return encoded
 
 
+def _make_stream() -> io.BytesIO:
+    return io.BytesIO()  # its content and position come as state
+
+
 def _make_complex(real: Any, imaginary: Any) -> complex:
     _require(type(real) is float and type(imaginary) is float, "a complex number")
     return complex(real, imaginary)
@@ -155,6 +160,12 @@ def _build(target: Any, state: Any) -> None:
         _require(_whole(shape) and type(fortran) is bool and type(content) is bytes, "a numpy array")
         _require(prod(shape) * dtype.itemsize == len(content), "a numpy array")
         target.__setstate__(state)
+    elif type(target) is io.BytesIO:
+        _require(type(state) is tuple and len(state) == 3, "a BytesIO")
+        content, position, attributes = state
+        _require(type(content) is bytes and type(position) is int and 0 <= position <= len(content), "a BytesIO")
+        _require(attributes is None or attributes == {}, "a BytesIO")
+        target.__setstate__((content, position, None))
     elif type(target) is OrderedDict and type(state) is dict and state.keys() <= {"_metadata"}:
         vars(target).update(state)
     else:
@@ -279,6 +290,7 @@ def _makers() -> dict[Any, Callable[..., Any]]:
         frozenset: _make_frozenset,
         bytes: _make_bytes,
         bytearray: _make_bytearray,
+        io.BytesIO: _make_stream,
         complex: _make_complex,
         range: _make_range,
         slice: _make_slice,
@@ -305,6 +317,7 @@ def _names() -> dict[str, Any]:
     names |= {"__builtin__.xrange": range, "__builtin__.long": int, "__builtin__.unicode": str}
     names |= {f"collections.{kind.__name__}": kind for kind in (OrderedDict, Counter, defaultdict, deque)}
     names["_codecs.encode"] = _encode
+    names["_io.BytesIO"] = io.BytesIO
     names |= {"numpy.dtype": np.dtype, "numpy.ndarray": np.ndarray}
     for package in ("core", "_core"):  # numpy 1 and 2
         names[f"numpy.{package}.multiarray._reconstruct"] = _make_empty_array

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 ALLOWED_OBJECTS: Final = (
-    "None, bool, int, float, complex, str, bytes, bytearray, range, slice",
+    "None, bool, int, float, complex, str, bytes, bytearray, io.BytesIO, range, slice",
     "list, tuple, dict, set, frozenset",
     "collections.OrderedDict, defaultdict (of a builtin type), deque, Counter",
     "numpy arrays, scalars and dtypes of booleans, numbers and strings in native byte order",
@@ -133,6 +133,8 @@ def _check_mapping(item: Any, where: str, name: str) -> None:
 
 def _is_leaf(item: Any) -> bool:
     """Whether a value that isn't a builtin type is on the list. A library that isn't imported made no value."""
+    if type(item) is io.BytesIO:
+        return not item.closed and not vars(item)
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None:
         if isinstance(item, numpy.dtype):

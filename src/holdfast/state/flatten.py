@@ -116,6 +116,9 @@ def _rebuild_list(like: Any, branches: Mapping[int, Mapping[Path, Any]], *, gues
     result: list[Any] = [None] * (max(branches) + 1)
     for index, branch in branches.items():
         result[index] = rebuild(present[index] if index < len(present) else None, branch, guessed=guessed)
+    for index, value in enumerate(present):
+        if index not in branches and holds_nothing(value) and index <= len(result):
+            result[index : index + 1] = [copy.copy(value)]
     return result
 
 
@@ -144,5 +147,7 @@ def _empty_like(like: Any) -> MutableMapping[Any, Any]:
 
 
 def holds_nothing(value: Any) -> bool:
-    """Whether ``value`` is a mapping without a leaf."""
+    """Whether ``value`` is a container that is entered and has no leaf: stock stores nothing of it."""
+    if isinstance(value, list):
+        return is_entered(value) and all(map(holds_nothing, value))
     return isinstance(value, Mapping) and all(map(holds_nothing, value.values()))
