@@ -2,7 +2,7 @@
 
     training thread     `Saver.start`: take a snapshot (references, eager values), enqueue copies, return a handle
                         `Saver.before_update`: hold the next update until copies are complete; compare versions
-    stager thread       agree with the other ranks, plan anew if they don't, copy
+    stager thread       `stage`: agree with the other ranks, plan anew if they don't, copy
     finalizer thread    `delivery`: engine persists -> report -> decide -> publish; end the handle
 
 Guarantees: nothing on the training thread waits for another rank except `before_update` (bounded by
@@ -16,40 +16,33 @@ Does not know cadence or retention: ``manager`` does.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import queue
 import threading
 import time
 import weakref
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from holdfast import events
-from holdfast.agreement import Agreement, Ballot
 from holdfast.callbacks import Callbacks
-from holdfast.capture import Capture, CapturePool, DeliveryPlan, SaveRequest
+from holdfast.capture import Capture, SaveRequest
 from holdfast.delivery import Delivery
 from holdfast.engine.client import EngineClient
-from holdfast.errors import CheckpointExists, ConfigError, DeadlineExceeded, EngineDied, HoldfastError, SaveFailed
-from holdfast.format.dcp import render_metadata
-from holdfast.format.objects import render_object
+from holdfast.errors import CheckpointExists, ConfigError, DeadlineExceeded, HoldfastError
 from holdfast.handle import SaveHandle
 from holdfast.outcome import AbortReason
-from holdfast.plan.write import RankPlan, plan_rank, plan_save
 from holdfast.root import is_occupied
-from holdfast.snapshot import Snapshot, SnapshotTaker
-from holdfast.staging.layout import CaptureBuffer
+from holdfast.snapshot import SnapshotTaker
+from holdfast.stage import Absence, Stager, WarmUp, skipped
 from holdfast.staging.stager import Staging
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from holdfast.agreement import Verdict
     from holdfast.checkpoint import Checkpoint
     from holdfast.config import CheckpointConfig
     from holdfast.group import Group
-    from holdfast.handle import Stage
+    from holdfast.staging.layout import CaptureBuffer
     from holdfast.state.tree import StateTree
     from holdfast.storage.local import LocalStorage
 
@@ -62,22 +55,6 @@ IDLE_GRACE_S: Final = 60.0
 """How long the memory of a capture that was given up waits for copies that were under way."""
 EXIT_GRACE_S: Final = 60.0
 """How long an interpreter that exits without `close` waits for what is in flight."""
-
-
-@dataclass(slots=True)
-class _Absence:
-    """A save this rank was called for and has no capture for: busy, or refused. Its ballot says so to the others."""
-
-    request: SaveRequest
-    handle: SaveHandle
-    refusal: AbortReason | None
-
-
-@dataclass(frozen=True, slots=True)
-class _WarmUp:
-    """Plan and make a buffer before the first save needs them."""
-
-    snapshot: Snapshot
 
 
 class Saver:
@@ -99,7 +76,6 @@ class Saver:
         self._storage = storage
         self._group = group
         self._config = config
-        self._agreement = Agreement(group.board.clone())
         self._engine = EngineClient(
             group.rank,
             writers=config.writers,
@@ -110,8 +86,7 @@ class Saver:
         self._delivery = Delivery(storage, group, self._engine, config)
         self._on_published = on_published
         self.callbacks = Callbacks()
-        self._pool = CapturePool(config.in_flight, retire=self._retire)
-        self._plan: DeliveryPlan | None = None
+        self._stager = Stager(group, self._delivery, in_flight=config.in_flight, stage_timeout_s=config.stage_timeout)
         self._snapshots = SnapshotTaker()
         self._in_flight: dict[SaveHandle, Capture | None] = {}
         self._unpassed: list[Capture] = []
@@ -121,7 +96,7 @@ class Saver:
         """Buffers that some thread or device may still write to: never used again, never freed."""
         self._closed = False
         self._warmed_up = False
-        self._to_stage: queue.SimpleQueue[Capture | _Absence | _WarmUp | None] = queue.SimpleQueue()
+        self._to_stage: queue.SimpleQueue[Capture | Absence | WarmUp | None] = queue.SimpleQueue()
         self._to_finalize: queue.SimpleQueue[Capture | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run_stager, name="holdfast-stager", daemon=True),
@@ -160,10 +135,10 @@ class Saver:
                 self._check_target(request)
                 capture = self._capture(tree, request, handle, dtype)
             except BaseException:
-                self._pool.give_slot_back(None)
+                self._stager.pool.give_slot_back(None)
                 raise
         except BaseException as error:
-            self._to_stage.put(_Absence(request, handle, AbortReason.of(error, rank=self._group.rank)))
+            self._to_stage.put(Absence(request, handle, AbortReason.of(error, rank=self._group.rank)))
             raise
         self._in_flight[handle] = capture
         with self._lock:
@@ -181,7 +156,7 @@ class Saver:
         """
         if not self._warmed_up:
             self._warmed_up = True
-            self._to_stage.put(_WarmUp(self._snapshots.take(tree, None)))
+            self._to_stage.put(WarmUp(self._snapshots.take(tree, None)))
 
     def before_update(self, parameters: Callable[[frozenset[int]], bool] | None = None) -> None:
         """Return when the captured state may be changed; on the training thread, which then may change it.
@@ -233,10 +208,9 @@ class Saver:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(5.0)
-        self._pool.use_plan(None)
+        self._stager.close()
         self._delivery.close(REMOVAL_GRACE_S)
         self._engine.close(10.0)
-        self._agreement.board.close()
         if late is not None:
             raise late
 
@@ -251,15 +225,15 @@ class Saver:
 
     def _take_slot(self, handle: SaveHandle, request: SaveRequest) -> bool:
         wait = self._config.when_busy == "wait"
-        if self._pool.take_slot(wait=False, timeout_s=0.0):
+        if self._stager.pool.take_slot(wait=False, timeout_s=0.0):
             return True
         if wait:
             began = time.perf_counter()
             self.before_update()  # what is in flight may be waiting for this thread to pass it
-            self._pool.take_slot(wait=True, timeout_s=self._longest_s())
+            self._stager.pool.take_slot(wait=True, timeout_s=self._longest_s())
             handle.add_stats(stall_s=time.perf_counter() - began)
             return True
-        self._to_stage.put(_Absence(request, handle, None))
+        self._to_stage.put(Absence(request, handle, None))
         return False
 
     def _check_target(self, request: SaveRequest) -> None:
@@ -275,21 +249,17 @@ class Saver:
         snapshot = self._snapshots.take(tree, dtype)
         staging = Staging(snapshot.watched, snapshot.devices)
         capture = Capture(request, handle, self._group.rank, snapshot, staging)
-        plan = self._plan
+        plan = self._stager.plan
         if plan is not None and plan.digest == snapshot.digest and (snapshot.from_device or request.eager):
-            capture.buffer = self._pool.take_buffer()
+            capture.buffer = self._stager.pool.take_buffer()
             if capture.buffer is not None:
                 try:
                     # Device copies are enqueued in the order of the training stream, so by the training thread.
-                    self._load_copies(capture, capture.buffer)
+                    self._stager.load_copies(capture, capture.buffer)
                 except BaseException:
-                    self._pool.add_idle(capture.buffer)
+                    self._stager.pool.add_idle(capture.buffer)
                     raise
         return capture
-
-    def _load_copies(self, capture: Capture, buffer: CaptureBuffer) -> None:
-        snapshot = capture.snapshot
-        capture.staging.load(buffer.cached_copies_of(snapshot.lazy), buffer.copies_of(snapshot.held))
 
     def _pass(self, capture: Capture, timeout_s: float) -> None:
         """Let the calling thread change the state: wait for the copies, then look whether anything moved."""
@@ -333,14 +303,16 @@ class Saver:
 
     def _run_stager(self) -> None:
         while (item := self._to_stage.get()) is not None:
-            if isinstance(item, _Absence):
-                self._vote_absent(item)
+            if isinstance(item, Absence):
+                error, stage = self._stager.vote_absent(item)
+                item.handle.finish(error, stage=stage)
+                self._in_flight.pop(item.handle, None)
                 continue
-            if isinstance(item, _WarmUp):
-                self._prepare(item.snapshot)
+            if isinstance(item, WarmUp):
+                self._stager.prepare(item.snapshot)
                 continue
             try:
-                go_on = self._stage(item)
+                go_on = self._stager.stage(item)
             except BaseException as error:  # noqa: BLE001 - told to the other ranks by the attempt it goes on to
                 item.give_up(error)
                 go_on = True
@@ -349,115 +321,6 @@ class Saver:
             else:
                 self._end(item, None)
         self._to_finalize.put(None)
-
-    def _prepare(self, snapshot: Snapshot) -> None:
-        """A save's agreement and planning without a save; what goes wrong here is told by the first save."""
-        deadline = time.monotonic() + self._config.stage_timeout
-        try:
-            self._agreement.cast(Ballot(None, "warm-up", snapshot.digest, replan=True), snapshot.encoded)
-            verdict = self._agreement.wait_verdict(timeout_s=_left_s(deadline))
-            if verdict.kind == "replan":
-                plan = self._new_plan(verdict, _left_s(deadline))
-                self._pool.use_plan(plan.rank_plan)
-                self._pool.add_idle(self._make_buffer(plan.rank_plan, pin=snapshot.from_device))
-                self._plan = plan
-        except Exception as error:  # noqa: BLE001 - the first save meets it again, and tells
-            _log.warning("preparing the first save failed, it will be slower or fail too: %s", error)
-
-    def _vote_absent(self, absence: _Absence) -> None:
-        request, handle = absence.request, absence.handle
-        ballot = Ballot(request.step, handle.path, "", busy=absence.refusal is None, refusal=absence.refusal)
-        stage: Stage = "failed"
-        error: BaseException
-        try:
-            self._agreement.cast(ballot, b"")
-            refusal = self._agreement.wait_verdict(timeout_s=self._config.stage_timeout).refusal
-            if refusal is not None:
-                error = refusal.error(step=request.step)
-            else:
-                error, stage = _skipped(request), "skipped"
-        except BaseException as failed:  # noqa: BLE001 - this thread must go on, and the handle must end
-            error = failed
-        handle.finish(error, stage=stage)
-        self._in_flight.pop(handle, None)
-
-    def _stage(self, capture: Capture) -> bool:
-        """Copies complete and agreement in; False where the ranks agreed not to go on."""
-        request, snapshot = capture.request, capture.snapshot
-        deadline = time.monotonic() + self._config.stage_timeout
-        plan = self._plan
-        ballot = Ballot(request.step, capture.handle.path, snapshot.digest, replan=plan is None)
-        capture.number = self._agreement.cast(ballot, snapshot.encoded)
-        failed: BaseException | None = None
-        if plan is not None and plan.digest == snapshot.digest:
-            try:
-                # Optimistic: the plan in use is almost always the one the ranks will agree on.
-                self._copy(capture, plan)
-            except BaseException as error:  # noqa: BLE001 - raised below: no rank may leave a verdict unread
-                failed = error
-        verdict = self._agreement.wait_verdict(timeout_s=_left_s(deadline))
-        if verdict.kind == "refused" and verdict.refusal is not None:
-            capture.give_up(verdict.refusal.error(step=request.step))
-            return False
-        if verdict.kind == "skip":
-            capture.give_up(None)
-            return False
-        if verdict.kind == "replan":
-            self._plan = None  # until there is a new one: if planning fails, the next ballot asks for it again
-        if failed is not None:
-            raise failed
-        if verdict.kind == "replan":
-            plan = self._new_plan(verdict, _left_s(deadline))
-            self._copy(capture, plan)
-            self._plan = plan
-        capture.agreed.set()
-        capture.staging.run(timeout_s=_left_s(deadline))
-        events.emit("save.staged", step=request.step, rank=self._group.rank, path=capture.handle.path)
-        capture.handle.add_stats(staging_s=capture.staging.copy_s)
-        capture.handle.advance("staged")
-        capture.staged.set()
-        return True
-
-    def _new_plan(self, verdict: Verdict, timeout_s: float) -> DeliveryPlan:
-        structures = self._agreement.wait_structures(verdict, timeout_s=timeout_s)
-        rank, digests = self._group.rank, verdict.rank_digests()
-        events.count("plans_made")
-        if rank != 0:
-            return DeliveryPlan(digests[rank], plan_rank(structures, digests, rank), b"", ())
-        save_plan = plan_save(structures, digests)
-        planned = tuple(tuple((file.name, file.size) for file in of_rank.files) for of_rank in save_plan.ranks)
-        return DeliveryPlan(digests[rank], save_plan.ranks[rank], render_metadata(save_plan), planned)
-
-    def _copy(self, capture: Capture, plan: DeliveryPlan) -> None:
-        """Fill a buffer of ``plan``; the capture's buffer of another plan, if it has one, is given up.
-
-        Copies from the host are made when this returns, those from a device are under way.
-        """
-        buffer = capture.buffer
-        if buffer is None or buffer.plan is not plan.rank_plan:
-            self._pool.use_plan(plan.rank_plan)
-            buffer = self._pool.take_buffer() or self._make_buffer(plan.rank_plan, pin=capture.snapshot.from_device)
-            if capture.buffer is not None:
-                self._retire(capture.buffer)
-            capture.buffer = buffer
-            self._load_copies(capture, buffer)
-        elif not capture.staging.is_loaded:
-            self._load_copies(capture, buffer)
-        capture.plan = plan
-        for placed in buffer.plan.objects:
-            record = render_object(capture.snapshot.objects[placed.source], placed.capacity)
-            buffer.put_object(placed, record)
-        capture.staging.help_copy()
-
-    def _make_buffer(self, plan: RankPlan, *, pin: bool) -> CaptureBuffer:
-        buffer = CaptureBuffer(plan)
-        buffer.build(pin=pin)
-        return buffer
-
-    def _retire(self, buffer: CaptureBuffer) -> None:
-        with contextlib.suppress(EngineDied):  # it was closed, and holds no image any more
-            self._delivery.forget(buffer)
-        buffer.close()
 
     # Finalizer thread. -------------------------------------------------------------------------------------------
 
@@ -482,7 +345,7 @@ class Saver:
         except Exception:  # noqa: BLE001 - the outcome is settled, whatever tidying up runs into
             _log.exception("after the save of step %s", request.step)
         if capture.skipped:
-            handle.finish(_skipped(request), stage="skipped")
+            handle.finish(skipped(request), stage="skipped")
         elif outcome is None or isinstance(outcome, BaseException):
             error = outcome or capture.error or AssertionError("a save without an outcome")
             events.emit("save.failed", step=request.step, rank=self._group.rank, path=handle.path, error=repr(error))
@@ -502,21 +365,7 @@ class Saver:
                 buffer = None
             capture.staging.release()
         finally:
-            self._pool.give_slot_back(buffer)
-
-
-def _left_s(deadline: float) -> float:
-    """Seconds until ``deadline``, never quite zero: a wait of 0 s would not even look."""
-    return max(0.001, deadline - time.monotonic())
-
-
-def _skipped(request: SaveRequest) -> SaveFailed:
-    return SaveFailed(
-        f"step {request.step} was skipped: all captures of some rank were in use and its configuration says "
-        "when_busy='skip'; save less often, or set when_busy='wait'",
-        step=request.step,
-        rank=None,
-    )
+            self._stager.pool.give_slot_back(buffer)
 
 
 def _close_at_exit(saver: Saver) -> Callable[[], None]:

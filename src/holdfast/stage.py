@@ -1,0 +1,200 @@
+"""The stager thread's work: agree with the other ranks, plan anew if they don't, copy.
+
+In the steady state `Stager.stage` casts a ballot, copies by the plan in use while the ballots travel, and reads that
+nothing has changed. Otherwise every rank plans from the same structures, makes a buffer for the new plan and copies
+again: rare, slow, exact, for the state may not change before staging has ended.
+
+Guarantees: a rank reads the verdict of every ballot it casts, whatever fails in between, so that ranks never drift
+apart by a save; a plan that could not be carried out is asked for again by the next ballot.
+One thread; what the training thread may touch meanwhile is in the capture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from holdfast import events
+from holdfast.agreement import Agreement, Ballot
+from holdfast.capture import Capture, CapturePool, DeliveryPlan, SaveRequest
+from holdfast.errors import EngineDied, SaveFailed
+from holdfast.format.dcp import render_metadata
+from holdfast.format.objects import render_object
+from holdfast.plan.write import RankPlan, plan_rank, plan_save
+from holdfast.staging.layout import CaptureBuffer
+
+if TYPE_CHECKING:
+    from holdfast.agreement import Verdict
+    from holdfast.delivery import Delivery
+    from holdfast.group import Group
+    from holdfast.handle import SaveHandle, Stage
+    from holdfast.outcome import AbortReason
+    from holdfast.snapshot import Snapshot
+
+_log = logging.getLogger("holdfast")
+
+
+@dataclass(slots=True)
+class Absence:
+    """A save this rank was called for and has no capture for: busy, or refused. Its ballot says so to the others."""
+
+    request: SaveRequest
+    handle: SaveHandle
+    refusal: AbortReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """Plan and make a buffer before the first save needs them."""
+
+    snapshot: Snapshot
+
+
+class Stager:
+    """Agreement, plan and buffers of one session; ``plan`` is the one in use, None before there is one."""
+
+    def __init__(self, group: Group, delivery: Delivery, *, in_flight: int, stage_timeout_s: float) -> None:
+        self._group = group
+        self._delivery = delivery
+        self._stage_timeout_s = stage_timeout_s
+        self._agreement = Agreement(group.board.clone())
+        self.pool = CapturePool(in_flight, retire=self.retire)
+        self.plan: DeliveryPlan | None = None
+
+    def close(self) -> None:
+        """Free the idle buffers and let go of the board."""
+        self.pool.use_plan(None)
+        self._agreement.board.close()
+
+    def load_copies(self, capture: Capture, buffer: CaptureBuffer) -> None:
+        """Say what is to be copied into ``buffer``; copies from a device are enqueued, on the calling thread."""
+        snapshot = capture.snapshot
+        capture.staging.load(buffer.cached_copies_of(snapshot.lazy), buffer.copies_of(snapshot.held))
+
+    def prepare(self, snapshot: Snapshot) -> None:
+        """A save's agreement and planning without a save; what goes wrong here is told by the first save."""
+        deadline = time.monotonic() + self._stage_timeout_s
+        try:
+            self._agreement.cast(Ballot(None, "warm-up", snapshot.digest, replan=True), snapshot.encoded)
+            verdict = self._agreement.wait_verdict(timeout_s=_left_s(deadline))
+            if verdict.kind == "replan":
+                plan = self._new_plan(verdict, _left_s(deadline))
+                self.pool.use_plan(plan.rank_plan)
+                self.pool.add_idle(self._make_buffer(plan.rank_plan, pin=snapshot.from_device))
+                self.plan = plan
+        except Exception as error:  # noqa: BLE001 - the first save meets it again, and tells
+            _log.warning("preparing the first save failed, it will be slower or fail too: %s", error)
+
+    def vote_absent(self, absence: Absence) -> tuple[BaseException, Stage]:
+        """Tell the other ranks that this one can't take part; returns how its handle ends."""
+        request, handle = absence.request, absence.handle
+        ballot = Ballot(request.step, handle.path, "", busy=absence.refusal is None, refusal=absence.refusal)
+        stage: Stage = "failed"
+        error: BaseException
+        try:
+            self._agreement.cast(ballot, b"")
+            refusal = self._agreement.wait_verdict(timeout_s=self._stage_timeout_s).refusal
+            if refusal is not None:
+                error = refusal.error(step=request.step)
+            else:
+                error, stage = skipped(request), "skipped"
+        except BaseException as failed:  # noqa: BLE001 - this thread must go on, and the handle must end
+            error = failed
+        return error, stage
+
+    def stage(self, capture: Capture) -> bool:
+        """Copies complete and agreement in; False where the ranks agreed not to go on."""
+        request, snapshot = capture.request, capture.snapshot
+        deadline = time.monotonic() + self._stage_timeout_s
+        plan = self.plan
+        ballot = Ballot(request.step, capture.handle.path, snapshot.digest, replan=plan is None)
+        capture.number = self._agreement.cast(ballot, snapshot.encoded)
+        failed: BaseException | None = None
+        if plan is not None and plan.digest == snapshot.digest:
+            try:
+                # Optimistic: the plan in use is almost always the one the ranks will agree on.
+                self._copy(capture, plan)
+            except BaseException as error:  # noqa: BLE001 - raised below: no rank may leave a verdict unread
+                failed = error
+        verdict = self._agreement.wait_verdict(timeout_s=_left_s(deadline))
+        if verdict.kind == "refused" and verdict.refusal is not None:
+            capture.give_up(verdict.refusal.error(step=request.step))
+            return False
+        if verdict.kind == "skip":
+            capture.give_up(None)
+            return False
+        if verdict.kind == "replan":
+            self.plan = None  # until there is a new one: if planning fails, the next ballot asks for it again
+        if failed is not None:
+            raise failed
+        if verdict.kind == "replan":
+            plan = self._new_plan(verdict, _left_s(deadline))
+            self._copy(capture, plan)
+            self.plan = plan
+        capture.agreed.set()
+        capture.staging.run(timeout_s=_left_s(deadline))
+        events.emit("save.staged", step=request.step, rank=self._group.rank, path=capture.handle.path)
+        capture.handle.add_stats(staging_s=capture.staging.copy_s)
+        capture.handle.advance("staged")
+        capture.staged.set()
+        return True
+
+    def _new_plan(self, verdict: Verdict, timeout_s: float) -> DeliveryPlan:
+        structures = self._agreement.wait_structures(verdict, timeout_s=timeout_s)
+        rank, digests = self._group.rank, verdict.rank_digests()
+        events.count("plans_made")
+        if rank != 0:
+            return DeliveryPlan(digests[rank], plan_rank(structures, digests, rank), b"", ())
+        save_plan = plan_save(structures, digests)
+        planned = tuple(tuple((file.name, file.size) for file in of_rank.files) for of_rank in save_plan.ranks)
+        return DeliveryPlan(digests[rank], save_plan.ranks[rank], render_metadata(save_plan), planned)
+
+    def _copy(self, capture: Capture, plan: DeliveryPlan) -> None:
+        """Fill a buffer of ``plan``; the capture's buffer of another plan, if it has one, is given up.
+
+        Copies from the host are made when this returns, those from a device are under way.
+        """
+        buffer = capture.buffer
+        if buffer is None or buffer.plan is not plan.rank_plan:
+            self.pool.use_plan(plan.rank_plan)
+            buffer = self.pool.take_buffer() or self._make_buffer(plan.rank_plan, pin=capture.snapshot.from_device)
+            if capture.buffer is not None:
+                self.retire(capture.buffer)
+            capture.buffer = buffer
+            self.load_copies(capture, buffer)
+        elif not capture.staging.is_loaded:
+            self.load_copies(capture, buffer)
+        capture.plan = plan
+        for placed in buffer.plan.objects:
+            record = render_object(capture.snapshot.objects[placed.source], placed.capacity)
+            buffer.put_object(placed, record)
+        capture.staging.help_copy()
+
+    def _make_buffer(self, plan: RankPlan, *, pin: bool) -> CaptureBuffer:
+        buffer = CaptureBuffer(plan)
+        buffer.build(pin=pin)
+        return buffer
+
+    def retire(self, buffer: CaptureBuffer) -> None:
+        """Free a buffer that no capture will use again."""
+        with contextlib.suppress(EngineDied):  # it was closed, and holds no image any more
+            self._delivery.forget(buffer)
+        buffer.close()
+
+
+def _left_s(deadline: float) -> float:
+    """Seconds until ``deadline``, never quite zero: a wait of 0 s would not even look."""
+    return max(0.001, deadline - time.monotonic())
+
+
+def skipped(request: SaveRequest) -> SaveFailed:
+    """What the handle of a skipped save ends in."""
+    return SaveFailed(
+        f"step {request.step} was skipped: all captures of some rank were in use and its configuration says "
+        "when_busy='skip'; save less often, or set when_busy='wait'",
+        step=request.step,
+        rank=None,
+    )
