@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final
 from holdfast.engine import messages
 from holdfast.engine.launch import REAP_S, launch
 from holdfast.engine.link import LINGER_S, START_S, Link
+from holdfast.engine.progress import AttemptProgress
 from holdfast.errors import DeadlineExceeded, EngineDied, StorageError
 
 if TYPE_CHECKING:
@@ -36,50 +37,6 @@ EXIT_S: Final = 1.0
 KEPT_OUTCOMES: Final = 32
 """Ended attempts, and ended removals, whose outcome can still be asked for."""
 _log = logging.getLogger("holdfast.engine")
-
-
-class _Attempt:
-    """What is known of one attempt; guarded by the client's condition."""
-
-    __slots__ = ("cancelled", "failure", "link", "name", "nbytes", "persisted", "reported", "written")
-
-    def __init__(self, name: str, nbytes: int, link: Link) -> None:
-        self.name, self.nbytes, self.link = name, nbytes, link
-        self.written = 0
-        self.persisted: messages.Persisted | None = None
-        self.reported: messages.Reported | None = None
-        self.cancelled = False
-        self.failure: StorageError | None = None
-
-    @property
-    def error(self) -> EngineDied | StorageError | None:
-        """What ended it, if anything but a report or a cancel did."""
-        if self.failure is not None or self.reported is not None or self.cancelled:
-            return self.failure
-        return self.link.death
-
-    @property
-    def in_work(self) -> bool:
-        return self.error is None and self.reported is None and not self.cancelled
-
-    def note(
-        self,
-        rank: int,
-        message: messages.Beat | messages.Persisted | messages.Reported | messages.Cancelled | messages.Failed,
-    ) -> None:
-        match message:
-            case messages.Beat():
-                self.written = message.written
-            case messages.Persisted():
-                self.persisted = message
-                self.written = message.nbytes
-            case messages.Reported():
-                self.reported = message
-            case messages.Cancelled():
-                self.cancelled = True
-            case messages.Failed():
-                text = f"rank {rank}, attempt {self.name}: {message.detail}"
-                self.failure = StorageError(text, path=message.path, errno=message.errno)
 
 
 class EngineClient:
@@ -113,7 +70,7 @@ class EngineClient:
         self._closed = False
         self._images: dict[int, tuple[int, int]] = {}
         self._plans: dict[int, messages.AddPlan] = {}
-        self._attempts: dict[str, _Attempt] = {}
+        self._attempts: dict[str, AttemptProgress] = {}
         self._removals: dict[str, messages.Removed | EngineDied | None] = {}
         self._next_id = 0
         _clients.add(self)
@@ -218,7 +175,7 @@ class EngineClient:
             link = self._living_link()
             link.expect()
             with self._changed:
-                self._attempts[attempt] = _Attempt(attempt, nbytes, link)
+                self._attempts[attempt] = AttemptProgress(attempt, nbytes, link)
                 self._forget_old()
             self._send(link, message, (dir_fd,))
 
@@ -392,7 +349,7 @@ class EngineClient:
         failure: Callable[[], EngineDied | StorageError | None],
         waiting_for: str,
         timeout_s: float,
-        record: _Attempt | None = None,
+        record: AttemptProgress | None = None,
     ) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: done() or failure() is not None, timeout_s):
@@ -410,7 +367,7 @@ class EngineClient:
         ended = "an engine that was killed to be gone"
         self._wait(lambda: link.death is not None, lambda: None, ended, LINGER_S + REAP_S + 1.0)
 
-    def _raise_if_failed(self, record: _Attempt) -> None:
+    def _raise_if_failed(self, record: AttemptProgress) -> None:
         with self._changed:
             if record.error is not None:
                 raise record.error
