@@ -97,7 +97,9 @@ def test_two_optimizers_over_one_model() -> None:
 def test_pipeline_stages_note_options_under_each_parameter() -> None:
     """As stock does when told to flatten: group numbers of different ranks would mean different groups."""
     model = Net()
-    optimizer = torch.optim.AdamW([{"params": model.layers.parameters(), "lr": 0.1}, {"params": model.head.parameters()}])
+    optimizer = torch.optim.AdamW(
+        [{"params": model.layers.parameters(), "lr": 0.1}, {"params": model.head.parameters()}]
+    )
     step(model, optimizer)
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     stock = {

@@ -165,7 +165,8 @@ def _build(target: Any, state: Any) -> None:
         content, position, attributes = state
         _require(type(content) is bytes and type(position) is int and 0 <= position <= len(content), "a BytesIO")
         _require(attributes is None or attributes == {}, "a BytesIO")
-        target.__setstate__((content, position, None))
+        stream: Any = target  # typeshed doesn't list the method
+        stream.__setstate__((content, position, None))
     elif type(target) is OrderedDict and type(state) is dict and state.keys() <= {"_metadata"}:
         vars(target).update(state)
     else:
