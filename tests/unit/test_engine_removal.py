@@ -2,9 +2,11 @@
 
 import errno
 import os
+import threading
 
 import pytest
 
+from holdfast.engine.process import _Remover
 from holdfast.engine.removal import remove_tree_at
 
 
@@ -78,3 +80,22 @@ def test_an_error_does_not_keep_the_rest(root, tmp_path, monkeypatch):
     with pytest.raises(PermissionError):
         remove_tree_at(root, "trash")
     assert os.listdir(trash) == ["b"]
+
+
+def test_whoever_hears_of_the_last_removal_finds_nothing_under_way(tmp_path):
+    """The engine sleeps until it hears, and leaves only then: it must not look too early and sleep on."""
+    heard = []
+    over = threading.Event()
+
+    def post(message):
+        heard.append(remover.busy)
+        if message.name == "b":
+            over.set()
+
+    remover = _Remover(post)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        remover.add(os.open(tmp_path, os.O_RDONLY), name)
+    assert over.wait(10)
+    assert heard[-1] is False
+    assert os.listdir(tmp_path) == []

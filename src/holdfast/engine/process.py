@@ -302,11 +302,9 @@ class _Remover:
 
     def _run(self) -> None:
         _be_nice(LOWEST_NICE)
-        while True:
+        done = False
+        while not done:
             with self._lock:
-                if not self._queue:
-                    self._running = False
-                    break
                 dir_fd, name = self._queue.popleft()
             number: int | None = None
             try:
@@ -316,6 +314,10 @@ class _Remover:
                 number = error.errno or errno.EIO
             finally:
                 os.close(dir_fd)
+            with self._lock:
+                done = not self._queue
+                self._running = not done
+            # Last: it wakes the control thread, which leaves only if nothing is being removed any more.
             self._post(messages.Removed(name, number))
 
 
