@@ -244,7 +244,7 @@ class Votes:
             return verdict.unexpected
         if error is not None and reason.rank == board.rank:
             raise error
-        raise msgspec.structs.replace(reason, message=f"on rank {reason.rank}: {reason.message}").cause() from error
+        raise reason.cause() from error
 
     def _wait_counted(self, key: str, timeout_s: float) -> _Vote:
         board = self._board
@@ -269,7 +269,7 @@ class Votes:
         except DeadlineExceeded as late:
             return _Vote(AbortReason.of(late, rank=0))
         votes = [msgspec.msgpack.decode(item, type=_Vote) for item in data]
-        first = next((vote.reason for vote in votes if vote.reason is not None), None) or _first_astray(votes)
+        first = next((_told(vote.reason) for vote in votes if vote.reason is not None), None) or _first_astray(votes)
         common = set(votes[0].unexpected).intersection(*(vote.unexpected for vote in votes[1:]))
         return _Vote(first, tuple(sorted(common)))
 
@@ -285,6 +285,11 @@ class Votes:
     def _next_key(self) -> str:
         self._number += 1
         return f"vote/{self._number}"
+
+
+def _told(reason: AbortReason) -> AbortReason:
+    """An error as the other ranks raise it."""
+    return msgspec.structs.replace(reason, message=f"on rank {reason.rank}: {reason.message}")
 
 
 def _first_astray(votes: Sequence[_Vote]) -> AbortReason | None:
