@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import IO, TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -54,13 +54,16 @@ class ForeignSource:
 
     def check_listing(self) -> list[HoldfastError]:
         """Files that records need and that are not there, or too short."""
+        needed = dict.fromkeys(self.files, 0)
+        for (name, at), length in self.lengths.items():
+            needed[name] = max(needed[name], at + length)
         return [
             CheckpointCorrupt(
                 f"{os.path.join(self.directory, name)} is missing or shorter than its records need",
                 path=os.path.join(self.directory, name),
             )
             for name, file in self.files.items()
-            if file.size < 0 or any(name == of and at + length > file.size for (of, at), length in self.lengths.items())
+            if file.size < needed[name]
         ]
 
     def open_files(self, *, verify: bool) -> FileSet:
@@ -77,15 +80,18 @@ class ForeignSource:
         """The tensor in the record of ``shard``, through ``torch.load(weights_only=True)``."""
         name, offset, sizes = shard.name, shard.payload_offset, shard.stored.sizes
         path = files.path_of(shard.file)
-        data = bytes(files.read_span(shard.file, offset, offset + self.lengths[shard.file, offset]))
+        end = offset + self.lengths[shard.file, offset]
         try:
-            value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            record = cast("IO[bytes]", _Record(files, shard.file, offset, end))
+            value = torch.load(record, map_location="cpu", weights_only=True)
+        except HoldfastError:
+            raise
         except Exception as error:
             raise CheckpointCorrupt(
                 f"{path}: the record of {name} at byte {offset} can't be read: {error}",
                 path=path,
                 tensor=name,
-                byte_range=(offset, offset + len(data)),
+                byte_range=(offset, end),
             ) from error
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != sizes:
             found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
@@ -93,9 +99,39 @@ class ForeignSource:
                 f"{path}: the record of {name} at byte {offset} should have shape {sizes}, it has {found}",
                 path=path,
                 tensor=name,
-                byte_range=(offset, offset + len(data)),
+                byte_range=(offset, end),
             )
         return value
+
+
+class _Record(io.RawIOBase):
+    """One record of a file, as a file of its own: ``torch.load`` reads storages from it straight into tensors."""
+
+    def __init__(self, files: FileSet, name: str, start: int, end: int) -> None:
+        super().__init__()
+        self._files, self._name, self._start, self._end = files, name, start, end
+        self._at = start
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at - self._start
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: self._start, os.SEEK_CUR: self._at, os.SEEK_END: self._end}[whence]
+        self._at = min(max(base + offset, self._start), self._end)
+        return self.tell()
+
+    def readinto(self, buffer: Any) -> int:
+        memory = memoryview(buffer).cast("B")
+        memory = memory[: min(len(memory), self._end - self._at)]
+        self._files.read_unverified(self._name, self._at, memory)
+        self._at += len(memory)
+        return len(memory)
 
 
 def find_foreign(directory: str) -> ForeignSource | None:

@@ -133,25 +133,43 @@ class FileSet:
         touches.
         """
         file = self._file(name)
+        self._check_range(file, start, end)
         first, last = start // EXTENT_BYTES, max(start, end - 1) // EXTENT_BYTES
-        base = first * EXTENT_BYTES
-        stop = min(file.size, (last + 1) * EXTENT_BYTES)
-        if not 0 <= start <= end <= file.size:
-            raise CheckpointCorrupt(
-                f"{self.path_of(name)}: bytes {start} to {end} were to be read, but it has {file.size}",
-                path=self.path_of(name),
-                byte_range=(start, end),
-            )
+        base, stop = self._bounds(file, start, end)
         buffer = self._scratch_of(stop - base)
         self._fill(file, base, [buffer])
         self._check(file, first, last, [buffer])
         return buffer[start - base : end - base]
 
+    def read_unverified(self, name: str, start: int, memory: memoryview) -> None:
+        """Fill ``memory`` with the bytes of a file from ``start`` on, as they are."""
+        file = self._file(name)
+        self._check_range(file, start, start + len(memory))
+        self._fill(file, start, [memory])
+
+    def _check_range(self, file: StoredFile, start: int, end: int) -> None:
+        path = self.path_of(file.name)
+        if file.size < 0:
+            raise CheckpointCorrupt(f"{path} is missing; the checkpoint refers to it", path=path)
+        if not 0 <= start <= end <= file.size:
+            raise CheckpointCorrupt(
+                f"{path}: bytes {start} to {end} were to be read, but it has {file.size}",
+                path=path,
+                byte_range=(start, end),
+            )
+
+    def _bounds(self, file: StoredFile, start: int, end: int) -> tuple[int, int]:
+        """What to read for bytes ``start`` to ``end``: whole extents where they have to be hashed."""
+        if not self._verify or file.extents is None:
+            return start, end
+        last = max(start, end - 1) // EXTENT_BYTES
+        return start // EXTENT_BYTES * EXTENT_BYTES, min(file.size, (last + 1) * EXTENT_BYTES)
+
     def _job(self, file: StoredFile, first: int, last: int, pieces: Sequence[Piece]) -> Callable[[], None]:
         return lambda: self._run_job(file, first, last, pieces)
 
     def _run_job(self, file: StoredFile, first: int, last: int, pieces: Sequence[Piece]) -> None:
-        base, stop = first * EXTENT_BYTES, min(file.size, (last + 1) * EXTENT_BYTES)
+        base, stop = self._bounds(file, pieces[0].start, pieces[-1].end)
         small = len(pieces) > PARTS_MAX or (stop - base) // len(pieces) < SMALL_PART_BYTES
         scratch = self._scratch_of(stop - base)
         if small:
