@@ -11,6 +11,7 @@ import time
 import pytest
 
 from holdfast.engine.client import EngineClient
+from holdfast.engine.launch import launch
 from holdfast.errors import EngineDied, StorageError
 from holdfast.storage.lease import observe
 from holdfast.testing.engine import LEASE_NAME, REPORT_NAME, Sample
@@ -272,6 +273,7 @@ def test_a_read_only_disk_is_an_error(make_client, sample, mounted):
 TRAINER = """
 import os, subprocess, sys, time
 from holdfast.engine.client import EngineClient
+from holdfast.engine.launch import launch
 from holdfast.testing.engine import LEASE_NAME, REPORT_NAME, Sample
 sample = Sample([4 << 20, 4 << 20])
 client = EngineClient(0, {options})
@@ -341,6 +343,13 @@ def test_finishing_without_the_trainer_is_bounded(start_trainer, tmp_path):
     assert not is_gone(engine)
     wait_gone(engine, 3)
     assert not (tmp_path / REPORT_NAME).exists()
+
+
+def test_a_trainer_that_died_before_its_engine_was_ready_leaves_none():
+    process = launch(5)
+    process.sock.close()
+    wait_gone(process.pid, 10)
+    process.reap(lambda: "left", linger_s=1)
 
 
 def test_a_socket_held_open_elsewhere_does_not_hide_the_trainers_death(start_trainer):

@@ -103,10 +103,11 @@ class Engine:
     def run(self) -> None:
         """Returns when the process may end."""
         self._outbox.put(messages.Ready(os.getpid(), __version__))
+        self._flush()
         while not self._may_leave():
-            self._flush()
             self._wait()
             self._beat()
+            self._flush()  # may find the trainer gone, of which no later wait would hear
         deadline = time.monotonic() + EXIT_FLUSH_S
         while self._connected and len(self._outbox) and (left := deadline - time.monotonic()) > 0:
             select.select([], [self._sock], [], left)
