@@ -195,7 +195,7 @@ class Frozen(Plain):
         model = net()
         model.append(nn.Linear(24, 40))
         model[3].weight = model[0].weight.__class__(model[0].weight.detach().clone())
-        model[0].weight.requires_grad_(False)  # noqa: FBT003
+        model[0].weight.requires_grad_(False)
         model.append(nn.GELU())
         super().__init__(lambda params: torch.optim.AdamW([p for p in params if p.requires_grad], lr=0.1), model=model)
 
@@ -208,7 +208,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "adamw-foreach": adamw(foreach=True),
     "adamw-fused": adamw(fused=True),
     "adamw-loop": adamw(foreach=False),
-    "adamw-amsgrad-capturable": adamw(amsgrad=True, foreach=False),
+    "adamw-amsgrad": adamw(amsgrad=True, foreach=False),
     "sgd": lambda: Plain(lambda params: torch.optim.SGD(params, lr=0.1)),
     "sgd-momentum": lambda: Plain(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True)),
     "sgd-fused": lambda: Plain(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True)),

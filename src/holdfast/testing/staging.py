@@ -56,9 +56,13 @@ class Gate:
         self._open.wait(PATIENCE_S)
         self.passed += 1
 
-    def note_help(self) -> None:
-        if self._opens_for_updates and threading.current_thread() is self._trainer:
+    def lets_help(self) -> bool:
+        """Whether the calling thread may take batches: the one that trains must not get stuck at a closed gate."""
+        if threading.current_thread() is not self._trainer:
+            return True
+        if self._opens_for_updates:
             self._open.set()
+        return self._open.is_set()
 
 
 @contextlib.contextmanager
@@ -66,6 +70,7 @@ def held_copies(*, opens_for_updates: bool = True) -> Iterator[Gate]:
     """A closed `Gate` before all copies of live tensors, gone when the block ends.
 
     opens_for_updates: it opens when the calling thread waits for copies: an optimizer step, `before_update`, a result.
+    Otherwise that thread waits, as it would for a slow copy of another thread.
     """
     gate = Gate(opens_for_updates=opens_for_updates)
     copy, help_copy = stager.copy_batch, stager.Staging.help_copy
@@ -75,8 +80,8 @@ def held_copies(*, opens_for_updates: bool = True) -> Iterator[Gate]:
         copy(batch, non_blocking=non_blocking)
 
     def help_at_gate(staging: stager.Staging, timeout_s: float | None = None) -> None:
-        gate.note_help()
-        help_copy(staging, timeout_s)
+        if gate.lets_help():
+            help_copy(staging, timeout_s)
 
     with (
         mock.patch.object(stager, "copy_batch", copy_at_gate),
