@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,7 @@ def test_a_record_over_4_gib(tmp_path: Path, save: str, load: str) -> None:
     del huge
     found = {"a huge": torch.zeros(count, dtype=torch.uint8), "b small": torch.zeros(7)}
     LOADS[load](found, tmp_path / "a")
+    shutil.rmtree(tmp_path / "a")
     assert torch.equal(found["b small"], small)
     pattern = torch.arange(251, dtype=torch.uint8)
     whole = found["a huge"][: count // 251 * 251].view(-1, 251)
