@@ -7,15 +7,16 @@ a configuration that can't work.
 
 from __future__ import annotations
 
-import string
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from holdfast.arguments import checked_seconds
 from holdfast.dtypes import ITEMSIZE
 from holdfast.errors import ConfigError
 from holdfast.retention import Keep
+from holdfast.root import step_of
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,8 @@ StagingMode = Literal["lazy", "eager"]
 WhenBusy = Literal["wait", "skip"]
 OnError = Literal["raise", "raise_now", "warn"]
 OnCorrupt = Literal["fallback", "raise"]
+
+_SAMPLE_STEPS: Final = (0, 1, 12, 98_765_432_101)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +74,7 @@ class CheckpointConfig:
     last_dtype: torch.dtype | str | None = None
     load_model_only: bool = False
     exclude_from_loading: tuple[str, ...] = ()
-    initial_load_path: str | None = None
+    initial_load_path: str | os.PathLike[str] | None = None
     load_step: int | None = None
     load_only: bool = False
     name_template: str = "step-{step}"
@@ -114,6 +117,7 @@ class CheckpointConfig:
         if self.save_on_signal:
             raise _bad("save_on_signal", self.save_on_signal, "nothing: saving on signals is not in this release")
         _check_template(self.name_template)
+        object.__setattr__(self, "initial_load_path", _initial_path(self.initial_load_path))
         object.__setattr__(self, "last_dtype", _dtype_name(self.last_dtype))
 
 
@@ -135,12 +139,22 @@ def _check_template(template: object) -> None:
     if not isinstance(template, str):
         raise _bad("name_template", template, expected)
     try:
-        fields = [(name, spec) for _, name, spec, _ in string.Formatter().parse(template) if name is not None]
-        sample = template.format(step=1)
-    except (ValueError, KeyError, IndexError) as error:
+        names = [template.format(step=step) for step in _SAMPLE_STEPS]
+        # Names are read back to find what is there: a format such as {step:x} could not be.
+        found = [step_of(name, template) for name in names]
+    except (ConfigError, ValueError, LookupError, AttributeError) as error:
         raise _bad("name_template", template, expected) from error
-    if len(fields) != 1 or fields[0][0] != "step" or "/" in sample or sample.startswith("."):
+    if found != list(_SAMPLE_STEPS) or any("/" in name or "\0" in name or name.startswith(".") for name in names):
         raise _bad("name_template", template, expected)
+
+
+def _initial_path(value: object) -> str | None:
+    if value is None:
+        return None
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(path, str) or not path or "://" in path:
+        raise _bad("initial_load_path", value, "the path of a directory, or None")
+    return path
 
 
 def _names(name: str, value: object) -> tuple[str, ...]:

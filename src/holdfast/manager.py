@@ -194,7 +194,7 @@ class CheckpointManager:
             exclude=self._config.exclude_from_loading,
             timeout_s=self._config.stage_timeout + self._config.persist_timeout,
         )
-        load_state(self._tree, lambda: path, self._group, self._votes, options)
+        load_state(self._tree, lambda: os.fspath(path), self._group, self._votes, options)
 
     # Saving. -----------------------------------------------------------------------------------------------------
 
