@@ -52,8 +52,8 @@ class Keeper:
     def candidates(self, step: int | None) -> list[tuple[int, str]]:
         """(step, name) of what to resume from, best first; just ``step``, if one is asked for.
 
-        A model-only save is not what a run resumes from: such ones are named only where there is nothing else.
-        Raises `CheckpointNotFound` for a step that is absent.
+        A model-only save is not what a run resumes from: it has to be asked for. Raises `CheckpointNotFound` for a
+        step that is absent.
         """
         storage, template = self._storage, self._template
         found = sorted(published(storage, template) + foreign_steps(storage, template))
@@ -68,7 +68,15 @@ class Keeper:
                 )
             return exact
         resumable = [row for row in found if self.is_resumable(row[1])]
-        return (resumable or found)[::-1]
+        if found and not resumable:
+            _log.warning(
+                "%s holds only models (newest: step %d), which a run can't resume from: it starts from scratch; "
+                "restore(step=%d) loads the model",
+                storage.root,
+                found[-1][0],
+                found[-1][0],
+            )
+        return resumable[::-1]
 
     def is_resumable(self, name: str) -> bool:
         """Whether ``name`` holds a whole state; a manifest that can't be read counts: loading it will tell."""

@@ -9,6 +9,7 @@ Does not copy, write or decide: ``saver``, ``loader``, ``retention`` and ``recov
 from __future__ import annotations
 
 import logging
+import os
 import time
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,6 @@ from holdfast.storage.local import LocalStorage, create_root
 from holdfast.storage.lock import RootLock
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
