@@ -1,7 +1,8 @@
 """Directories that stock DCP wrote: ``dcp.save``, torchtitan, XTuner; read as a `Source`.
 
 A stock directory is a pickled ``.metadata`` and files of ``torch.save`` records. The metadata goes through the
-allow-list unpickler of ``format.dcp``, records through ``torch.load(weights_only=True)``: nothing in them is executed.
+allow-list unpickler of ``format.dcp``, small records through that of ``format.objects``, large ones through
+``torch.load(weights_only=True)``: nothing in them is executed.
 XTuner's older layout, ``model/`` and ``optimizer/`` side by side, is opened as one checkpoint with names under those
 keys; its newer one is a single directory ``weights/``.
 
@@ -23,6 +24,9 @@ from holdfast.boxes import Box
 from holdfast.errors import CheckpointCorrupt, HoldfastError
 from holdfast.format.dcp import read_metadata
 from holdfast.format.manifest import METADATA_NAME, Manifest
+from holdfast.format.object_reader import read_object
+from holdfast.format.pickle_reader import Refused
+from holdfast.format.zip_entries import MalformedRecord
 from holdfast.plan.read import StoredShard, StoredTensor
 from holdfast.source import READ_THREADS, StoredObject, read_small
 from holdfast.storage.reading import Blamer, FileSet, StoredFile
@@ -32,6 +36,8 @@ if TYPE_CHECKING:
     from holdfast.plan.structure import PathItem
 
 METADATA_BYTES_MAX: Final = 8 << 30
+SMALL_RECORD_BYTES: Final = 1 << 20
+"""Up to here a record is read whole and decoded by the reader of plain objects, in a quarter of torch's time."""
 SPLIT_KEYS: Final = ("model", "optimizer")
 MERGED_DIRECTORY: Final = "weights"
 
@@ -77,13 +83,12 @@ class ForeignSource:
         return self
 
     def load(self, files: FileSet, shard: Transfer) -> torch.Tensor:
-        """The tensor in the record of ``shard``, through ``torch.load(weights_only=True)``."""
+        """The tensor in the record of ``shard``."""
         name, offset, sizes = shard.name, shard.payload_offset, shard.stored.sizes
         path = files.path_of(shard.file)
         end = offset + self.lengths[shard.file, offset]
         try:
-            record = cast("IO[bytes]", _Record(files, shard.file, offset, end))
-            value = torch.load(record, map_location="cpu", weights_only=True)
+            value = _decode(files, shard.file, offset, end)
         except HoldfastError:
             raise
         except Exception as error:
@@ -102,6 +107,17 @@ class ForeignSource:
                 byte_range=(offset, end),
             )
         return value
+
+
+def _decode(files: FileSet, name: str, start: int, end: int) -> Any:
+    """What the record at these bytes of a file holds."""
+    if end - start <= SMALL_RECORD_BYTES:
+        try:
+            return read_object(files.read_span(name, start, end))
+        except (Refused, MalformedRecord):
+            pass  # a tensor of a kind that only torch knows, or nothing that anybody reads: torch says which
+    record = cast("IO[bytes]", _Record(files, name, start, end))
+    return torch.load(record, map_location="cpu", weights_only=True)
 
 
 class _Record(io.RawIOBase):

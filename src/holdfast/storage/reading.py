@@ -198,7 +198,7 @@ class FileSet:
 
     def _fill(self, file: StoredFile, offset: int, parts: Sequence[memoryview]) -> None:
         fd = self._fd(file)
-        left = list(parts)
+        left = [part for part in parts if part]
         while left:
             try:
                 count = os.preadv(fd, left, offset)
