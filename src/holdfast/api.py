@@ -128,7 +128,7 @@ def load(
 
 def open(path: str | os.PathLike[str]) -> Checkpoint:  # noqa: A001 - the name users call
     """Open the checkpoint at ``path`` (a manager's root: its newest step), read-only; no process group needed."""
-    return open_checkpoint(path)
+    return open_checkpoint(checked_path(path, field="path"))
 
 
 def _checked_request(
@@ -136,11 +136,14 @@ def _checked_request(
 ) -> SaveRequest:
     if step is not None:
         checked_step(step)
+    name = os.path.basename(target)
+    if not name:
+        raise ConfigError(f"path: {target} can't be a checkpoint; name a directory below it", field="path")
     if staging not in ("lazy", "eager"):
         raise ConfigError(f"staging must be 'lazy' or 'eager', not {staging!r}", field="staging")
     return SaveRequest(
         step=step,
-        name=os.path.basename(target),
+        name=name,
         metrics=checked_metrics(metrics),
         resumable=True,
         overwrite=overwrite,

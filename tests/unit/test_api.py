@@ -1,0 +1,320 @@
+"""One call each: `save`, `async_save`, `load`, `open`; and what `import holdfast` costs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast.errors import (
+    CheckpointCorrupt,
+    CheckpointExists,
+    CheckpointNotFound,
+    ConfigError,
+    DeadlineExceeded,
+    StateMismatch,
+)
+from holdfast.testing.staging import held_copies
+
+
+def state_of(seed: int = 0) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = nn.Linear(6, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 6)).sum().backward()
+    optimizer.step()
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "step": 3,
+        "nested": {"a": [1, {"b": (2, 3.5)}], "t": torch.arange(5)},
+    }
+
+
+def equal(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    pairs = zip(left["model"].parameters(), right["model"].parameters(), strict=True)
+    return (
+        all(torch.equal(a, b) for a, b in pairs)
+        and all(
+            torch.equal(a["exp_avg"], b["exp_avg"])
+            for a, b in zip(left["optimizer"].state.values(), right["optimizer"].state.values(), strict=True)
+        )
+        and left["step"] == right["step"]
+        and left["nested"]["a"] == right["nested"]["a"]
+        and torch.equal(left["nested"]["t"], right["nested"]["t"])
+    )
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    state = state_of()
+    saved = holdfast.save(state, tmp_path / "a" / "b" / "ckpt", step=12, metrics={"loss": 0.25})
+    assert (saved.step, saved.path, saved.metrics) == (12, str(tmp_path / "a/b/ckpt"), {"loss": 0.25})
+    other = state_of(1)
+    other["step"], other["nested"] = 0, {"a": [0, {"b": (0, 0.0)}], "t": torch.zeros(5, dtype=torch.int64)}
+    loaded = holdfast.load(other, tmp_path / "a" / "b" / "ckpt")
+    assert loaded.step == 12
+    assert equal(state, other)
+    assert sorted(os.listdir(tmp_path / "a" / "b")) == ["ckpt"]
+
+
+def test_open_reads_any_part(tmp_path: Path) -> None:
+    state = state_of()
+    holdfast.save(state, tmp_path / "ckpt", step=1)
+    checkpoint = holdfast.open(tmp_path / "ckpt")
+    weight = state["model"].weight.detach()
+    assert torch.equal(checkpoint.read("model.weight"), weight)
+    assert torch.equal(checkpoint.read("model.weight", (slice(1, 3), 2)), weight[1:3, 2])
+    info = checkpoint.tensors["model.weight"]
+    assert (info.shape, info.dtype, info.nbytes, len(info.shards)) == ((4, 6), torch.float32, 96, 1)
+    assert checkpoint.objects["step"] == 3
+    assert (checkpoint.objects["nested.a.0"], checkpoint.objects["nested.a.1.b"]) == (1, (2, 3.5))
+    assert checkpoint.verify().ok
+    assert checkpoint.manifest is not None
+    assert checkpoint.manifest.world == 1
+    for call in (lambda: checkpoint.read("model.missing"), lambda: holdfast.open(tmp_path / "nowhere")):
+        with pytest.raises(CheckpointNotFound):
+            call()
+
+
+def test_the_root_of_a_manager_means_its_newest_step(tmp_path: Path) -> None:
+    state = state_of()
+    with holdfast.CheckpointManager(tmp_path, state) as manager:
+        manager.save(2)
+        manager.save(10)
+    assert holdfast.open(tmp_path).step == 10
+    other = state_of(1)
+    assert holdfast.load(other, tmp_path).step == 10
+    assert equal(state, other)
+
+
+def test_what_exists_is_replaced_only_when_asked_for_and_as_a_whole(tmp_path: Path) -> None:
+    holdfast.save({"a": torch.zeros(3), "b": 1}, tmp_path / "x", step=1)
+    with pytest.raises(CheckpointExists, match=r"x exists already.*overwrite=True"):
+        holdfast.save({"a": torch.ones(3)}, tmp_path / "x", step=2)
+    assert holdfast.open(tmp_path / "x").step == 1
+    for step in range(2, 8):  # one right after the other, into the lock of the one before
+        holdfast.save({"a": torch.full((3,), float(step))}, tmp_path / "x", step=step, overwrite=True)
+        found = holdfast.open(tmp_path / "x")
+        assert (found.step, found.read("a").tolist(), sorted(found.objects)) == (step, [step] * 3, [])
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_a_directory_of_somebody_else_is_not_saved_into(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "thesis.tex").write_text("years of work")
+    with pytest.raises(CheckpointExists, match="x exists already"):
+        holdfast.save({"a": 1}, tmp_path / "x")
+    assert (tmp_path / "x" / "thesis.tex").read_text() == "years of work"
+
+
+def test_an_empty_directory_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    assert holdfast.save({"a": 1}, tmp_path / "x").objects["a"] == 1
+
+
+def test_an_async_save_goes_on_by_itself(tmp_path: Path) -> None:
+    state = state_of()
+    weight = state["model"].weight.detach().clone()
+    with held_copies():
+        handle = holdfast.async_save(state, tmp_path / "x", step=5)
+        assert not handle.done()
+        state["model"](torch.randn(2, 6)).sum().backward()
+        state["optimizer"].step()
+    assert not torch.equal(state["model"].weight, weight)
+    assert torch.equal(handle.result().read("model.weight"), weight)
+    assert handle.stage == "published"
+    threads = [thread for thread in threading.enumerate() if thread.name == "holdfast-closer"]
+    for thread in threads:
+        thread.join(20)
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_two_async_saves_to_one_path_do_not_mix(tmp_path: Path) -> None:
+    with held_copies(opens_for_updates=False) as gate:
+        first = holdfast.async_save({"a": torch.zeros(1 << 20)}, tmp_path / "x", timeout=30)
+        threading.Timer(0.2, gate.open).start()
+        with pytest.raises((CheckpointExists, holdfast.RootLocked)):
+            holdfast.async_save({"a": torch.ones(1 << 20)}, tmp_path / "x", timeout=30).result()
+    assert first.result().read("a").sum() == 0
+
+
+def test_an_async_save_can_be_awaited(tmp_path: Path) -> None:
+    async def main() -> int | None:
+        checkpoint = await holdfast.async_save(state_of(), tmp_path / "x", step=4, staging="eager")
+        return checkpoint.step
+
+    assert asyncio.run(main()) == 4
+
+
+def test_saving_from_a_thread_while_another_trains_elsewhere(tmp_path: Path) -> None:
+    found: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda n=n: found.append(holdfast.save({"n": n}, tmp_path / str(n), step=n).step))
+        for n in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(found) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"step": -1}, "step"),
+        ({"step": 1.5}, "step"),
+        ({"timeout": 0}, "timeout"),
+        ({"timeout": float("inf")}, "timeout"),
+        ({"metrics": {"loss": "low"}}, "metrics.loss"),
+        ({"process_group": object()}, "process_group"),
+    ],
+)
+def test_arguments_are_checked_before_anything_is_made(options: dict[str, Any], field: str, tmp_path: Path) -> None:
+    for call in (holdfast.save, holdfast.async_save):
+        with pytest.raises(ConfigError) as caught:
+            call({"a": 1}, tmp_path / "new" / "x", **options)
+        assert caught.value.field == field
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("path", ["", "s3://bucket/key", "gs://b/k", 7, None])
+def test_a_path_is_a_directory(path: Any) -> None:
+    for call in (
+        lambda: holdfast.save({"a": 1}, path),
+        lambda: holdfast.load({"a": 1}, path),
+        lambda: holdfast.open(path),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        assert caught.value.field == "path"
+
+
+def test_the_root_of_the_file_system_is_no_checkpoint() -> None:
+    for overwrite in (False, True):
+        with pytest.raises(ConfigError, match="path") as caught:
+            holdfast.save({"a": 1}, "/", overwrite=overwrite)
+        assert caught.value.field == "path"
+
+
+@pytest.mark.parametrize("state", [{}, [], None, {1: 2}, {"": 1}, "state"])
+def test_a_state_is_a_mapping_of_names(state: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        holdfast.save(state, tmp_path / "x")
+    assert os.listdir(tmp_path) == []
+
+
+def test_load_is_strict_unless_told_otherwise(tmp_path: Path) -> None:
+    holdfast.save({"a": {"x": torch.ones(2), "y": torch.ones(3)}, "b": 1}, tmp_path / "c")
+    target = {"a": {"x": torch.zeros(2), "z": torch.zeros(4)}}
+    with pytest.raises(StateMismatch) as caught:
+        holdfast.load(target, tmp_path / "c")
+    assert (caught.value.missing, caught.value.unexpected) == (("a.z",), ("a.y",))
+    assert target["a"]["x"].sum() == 0
+    holdfast.load(target, tmp_path / "c", strict=False)
+    assert target["a"]["x"].sum() == 2
+    assert target["a"]["z"].sum() == 0
+
+
+def test_load_verifies_unless_told_otherwise(tmp_path: Path) -> None:
+    path = holdfast.save({"a": torch.ones(1000)}, tmp_path / "c").path
+    (file,) = [file for file in Path(path).glob("*.distcp") if file.stat().st_size > 4000]
+    data = bytearray(file.read_bytes())
+    place = data.index(torch.ones(1000).numpy().tobytes())
+    data[place + 40] ^= 0xFF
+    file.write_bytes(data)
+    target = {"a": torch.zeros(1000)}
+    with pytest.raises(CheckpointCorrupt, match="a") as caught:
+        holdfast.load(target, path)
+    assert caught.value.path == str(file)
+    assert caught.value.tensor == "a"
+    assert caught.value.byte_range is not None
+    holdfast.load(target, path, verify=False)
+    assert (target["a"] != 1).sum() == 1
+    report = holdfast.open(path).verify()
+    assert not report.ok
+    assert [(problem.path, problem.tensor) for problem in report.problems] == [(str(file), "a")]
+
+
+def test_load_waits_for_a_lazy_save_of_what_it_overwrites(tmp_path: Path) -> None:
+    state = state_of()
+    holdfast.save(state_of(5), tmp_path / "other")
+    weight = state["model"].weight.detach().clone()
+    with held_copies():
+        handle = holdfast.async_save(state, tmp_path / "x")
+        holdfast.load(state, tmp_path / "other")
+    assert not torch.equal(state["model"].weight, weight)
+    assert torch.equal(handle.result().read("model.weight"), weight)
+
+
+def test_a_save_that_is_late_says_so(tmp_path: Path) -> None:
+    with held_copies(opens_for_updates=False) as gate:
+        opener = threading.Timer(1.0, gate.open)
+        opener.start()
+        with pytest.raises((DeadlineExceeded, holdfast.SaveFailed), match=r"0\.3 s"):
+            holdfast.save({"a": torch.ones(9)}, tmp_path / "x", timeout=0.3)
+        opener.join()
+    assert not (tmp_path / "x").exists()
+
+
+# the package -----------------------------------------------------------------------------------------------------
+
+
+def run_python(code: str) -> str:
+    source = os.path.dirname(os.path.dirname(os.path.abspath(holdfast.__file__)))
+    environment = {**os.environ, "PYTHONPATH": source}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_is_cheap_and_starts_nothing() -> None:
+    run_python(
+        """
+        import sys, threading, os
+        before = len(os.listdir("/proc/self/fd"))
+        import holdfast
+        assert "torch" not in sys.modules and "numpy" not in sys.modules, "imports too much"
+        assert threading.active_count() == 1
+        assert len(os.listdir("/proc/self/fd")) == before
+        dir(holdfast)
+        holdfast.HoldfastError, holdfast.Keep(last=2), holdfast.statistics()
+        assert "torch" not in sys.modules
+        holdfast.CheckpointManager, holdfast.PerRank
+        assert threading.active_count() == 1
+        """
+    )
+
+
+def test_every_public_name_is_there() -> None:
+    for name in holdfast.__all__:
+        assert getattr(holdfast, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        holdfast.nothing  # noqa: B018
+
+
+def test_a_program_that_ends_without_close_finishes_what_it_began(tmp_path: Path) -> None:
+    out = run_python(
+        f"""
+        import torch, holdfast
+        manager = holdfast.CheckpointManager({str(tmp_path)!r}, {{"a": torch.ones(1 << 20)}})
+        manager.save(1)
+        holdfast.async_save({{"b": torch.ones(1 << 20)}}, {str(tmp_path / "single")!r})
+        print("end of program")
+        """
+    )
+    assert out == "end of program\n"
+    assert holdfast.open(tmp_path / "step-1").verify().ok
+    assert holdfast.open(tmp_path / "single").verify().ok
