@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from _stored import Stored, assert_fits, one_rank
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -445,6 +445,7 @@ values = st.recursive(
 )  # fmt: skip
 
 
+@example(value=[{}], now=[{"0": {}}])
 @given(values, values)
 def test_rebuild_undoes_flatten_whatever_is_there_now(value: Any, now: Any) -> None:
     leaves: dict[Any, Any] = {}

@@ -94,10 +94,10 @@ def rebuild(like: Any, leaves: Mapping[Path, Any], *, guessed: bool = False) -> 
     (a `Counter`, a list) and what its keys were before they became strings. Its own leaves are not taken over, only
     containers of it that hold none. With ``guessed`` paths, names cut at dots, it also says what is a list.
     """
-    if () in leaves:
+    if () in leaves and len(leaves) == 1:
         bare = leaves[()]
-        if len(leaves) == 1 and not (isinstance(bare, dict) and not bare and isinstance(like, Mapping)):
-            return bare
+        # Noted as empty, it is empty: of what is there now only the kind of mapping stays.
+        return _empty_like(like) if isinstance(bare, dict) and not bare and isinstance(like, Mapping) else bare
     branches: dict[Any, dict[Path, Any]] = {}
     note: list[Any] = []
     for path, value in leaves.items():
