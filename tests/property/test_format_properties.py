@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 import xxhash
-from hypothesis import HealthCheck, given, settings
+from hypothesis import assume, HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast.dtypes import ITEMSIZE
@@ -180,6 +180,7 @@ def test_an_index_is_either_refused_or_inside_its_files(rows):
 )
 @settings(max_examples=200, deadline=None)
 def test_records_measure_as_they_render(dtype, sizes, offset):
+    assume(payload_bytes(dtype, sizes) < 1 << 60)  # no machine can hold more, and zip64 can't say 2**64
     header, trailer = render(dtype, sizes, record_offset=offset)
     shape = measure(dtype, sizes, record_offset=offset)
     assert (len(header), len(trailer)) == (shape.header_bytes, shape.trailer_bytes)
