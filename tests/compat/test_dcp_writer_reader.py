@@ -311,18 +311,15 @@ def test_planners_that_rename_and_commit(tmp_path: Path) -> None:
     assert found["n"] == 5
 
 
+def forget_plans() -> None:
+    for cache in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata"):
+        getattr(SavePlanner, f"_cached_{cache}").clear()
+
+
 @pytest.fixture
 def no_cached_plans() -> Iterator[None]:
-    caches = (
-        "_cached_save_plan",
-        "_cached_final_save_plan",
-        "_cached_all_plans",
-        "_cached_global_plan",
-        "_cached_metadata",
-    )
     yield
-    for cache in caches:
-        getattr(SavePlanner, cache).clear()
+    forget_plans()
 
 
 @pytest.mark.usefixtures("no_cached_plans")
