@@ -11,8 +11,11 @@ compares them and posts one `Verdict`:
 Structures travel only in a replan, and each distinct one once, however many ranks share it. In the steady state a
 save costs each rank one write and one read of a few bytes.
 
-Guarantees: every rank of the group gets the same verdict, or `DeadlineExceeded` naming what was missing. Runs on the
-stager thread with a board client of its own.
+A rank that has closed its session says so (`Agreement.leave`): a save that others call all the same is refused at once
+rather than waited for.
+
+Guarantees: every rank of the group gets the same verdict, or `DeadlineExceeded` naming what was missing. When all have
+left, nothing of a session's agreements is on the board. Runs on the stager thread with a board client of its own.
 Does not: make plans (``plan.write``), or decide about publication (``commit``).
 """
 
@@ -23,7 +26,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from holdfast.errors import DeadlineExceeded, HoldfastError
+from holdfast.errors import DeadlineExceeded, HoldfastError, SaveFailed
 from holdfast.outcome import AbortReason
 from holdfast.plan.structure import Structure, decode_structure
 
@@ -45,6 +48,8 @@ class Ballot(msgspec.Struct, frozen=True):
     replan: bool = False
     """This rank has no plan to go on with, though its structure may be the agreed one."""
     refusal: AbortReason | None = None
+    leaves: bool = False
+    """This rank casts no other ballot."""
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -54,6 +59,8 @@ class Verdict(msgspec.Struct, frozen=True):
     of_rank: tuple[int, ...] = ()
     """For each rank the index of its digest in ``digests``."""
     refusal: AbortReason | None = None
+    over: bool = False
+    """A rank has left: this is the verdict on all later saves too."""
 
     def rank_digests(self) -> list[str]:
         return [self.digests[index] for index in self.of_rank]
@@ -87,23 +94,30 @@ class Agreement:
     _number: int = 0
     _swept: int = 0
     _posted: set[str] = field(default_factory=set)
+    _known: set[str] = field(default_factory=set)
+    """Digests of all structures that this rank knows to be on the board."""
     _agreed: tuple[str, ...] | None = None
-    _structure_keys: list[str] = field(default_factory=list)
+    _over: Verdict | None = None
 
     def cast(self, ballot: Ballot, encoded_structure: bytes) -> int:
         """Post this rank's ballot for the next save; doesn't wait. Returns the save's number, equal on every rank."""
         board, number = self.board, self._number
+        if self._over is not None:
+            return number
         if ballot.digest and ballot.digest not in self._posted:
             # The first rank to claim a digest posts the structure; for the others it is only a number.
             if board.add(f"structure/{ballot.digest}/claims") == 1:
                 board.set(f"structure/{ballot.digest}", encoded_structure)
             self._posted.add(ballot.digest)
+            self._known.add(ballot.digest)
         board.set(f"ballot/{number}/{board.rank}", msgspec.msgpack.encode(ballot))
         arrive(board, f"ballot/{number}")
         return number
 
     def wait_verdict(self, *, timeout_s: float) -> Verdict:
         """The verdict on the ballots cast, once all have been; raises `DeadlineExceeded` naming the ranks missing."""
+        if self._over is not None:
+            return self._over
         board, number = self.board, self._number
         self._number += 1
         if board.rank == 0:
@@ -118,7 +132,38 @@ class Agreement:
             verdict = msgspec.msgpack.decode(data, type=Verdict)
         if verdict.kind == "replan":
             self._agreed = tuple(verdict.rank_digests())
+            self._known.update(verdict.digests)
+        elif verdict.over:
+            self._over = verdict
         return verdict
+
+    def leave(self) -> None:
+        """Take part in no further save: one that other ranks call all the same is refused there, at once.
+
+        Doesn't wait and never raises: if the board is lost, so is whoever would read this.
+        """
+        board, number = self.board, self._number
+        message = f"rank {board.rank} has closed its session and takes part in no further save"
+        reason = AbortReason.of(SaveFailed(message, step=None, rank=board.rank), rank=board.rank)
+        try:
+            if self._over is None and board.rank == 0:
+                # Nobody else would judge.
+                board.set(f"verdict/{number}", msgspec.msgpack.encode(Verdict("refused", refusal=reason, over=True)))
+            self.cast(Ballot(None, "", "", refusal=reason, leaves=True), b"")
+            if board.add("left") == board.world:
+                self._forget_all()
+        except HoldfastError:
+            return
+
+    def _forget_all(self) -> None:
+        """Delete what the session has left on the board; every rank has left. Earlier saves have been swept."""
+        board = self.board
+        for number in range(max(0, self._number - 2), self._number + 1):
+            self._forget(number)
+        for digest in self._known:
+            board.delete(f"structure/{digest}")
+            board.delete(f"structure/{digest}/claims")
+        board.delete("left")
 
     def wait_structures(self, verdict: Verdict, *, timeout_s: float) -> dict[str, Structure]:
         """The structures a replan needs, by digest."""
@@ -152,18 +197,21 @@ class Agreement:
     def _sweep(self, number: int) -> None:
         """Delete the keys of earlier saves: every rank has left them behind, as all have cast ballot ``number``."""
         for left in range(self._swept, number):
-            for rank in range(self.board.world):
-                self.board.delete(f"ballot/{left}/{rank}")
-            forget_arrivals(self.board, f"ballot/{left}")
-            self.board.delete(f"verdict/{left}")
+            self._forget(left)
         self._swept = number
+
+    def _forget(self, number: int) -> None:
+        for rank in range(self.board.world):
+            self.board.delete(f"ballot/{number}/{rank}")
+        forget_arrivals(self.board, f"ballot/{number}")
+        self.board.delete(f"verdict/{number}")
 
 
 def judge(ballots: Sequence[Ballot], agreed: tuple[str, ...] | None) -> Verdict:
     """The verdict on one save's ballots, in rank order; ``agreed`` are the digests of the plan in use. Pure."""
     for ballot in ballots:
         if ballot.refusal is not None:
-            return Verdict("refused", refusal=ballot.refusal)
+            return Verdict("refused", refusal=ballot.refusal, over=any(ballot.leaves for ballot in ballots))
     first = ballots[0]
     for rank, ballot in enumerate(ballots):
         if (ballot.step, ballot.target) != (first.step, first.target):

@@ -181,6 +181,9 @@ class _SaveSession:
                 self._prepare(timeout_s)
         except Exception as failed:  # noqa: BLE001 - raised by `settle`, after the other ranks have been told
             error = failed
+        except BaseException:
+            self.close()
+            raise
         config = CheckpointConfig(
             keep=None, in_flight=1, stage_timeout=timeout_s, persist_timeout=timeout_s, commit_timeout=timeout_s
         )
@@ -214,6 +217,8 @@ class _SaveSession:
     def close(self) -> None:
         """Let the save end, then release everything."""
         saver, self._saver = self._saver, None
+        if saver is not None and not saver.is_ours:
+            return  # a forked child: all of this is its parent's
         try:
             if saver is not None:
                 unguard_updates(saver)

@@ -31,7 +31,7 @@ from holdfast.optimizer_hook import guard_updates, unguard_updates
 from holdfast.pins import Pins
 from holdfast.recovery import recover
 from holdfast.root import published
-from holdfast.saver import Saver
+from holdfast.saver import ORPHAN_GRACE_S, Saver
 from holdfast.state.tree import StateTree
 from holdfast.storage.local import LocalStorage, create_root
 from holdfast.storage.lock import RootLock
@@ -99,6 +99,9 @@ class CheckpointManager:
                 self._prepare_root()
         except Exception as failed:  # noqa: BLE001 - raised by `settle`, after the other ranks have been told
             error = failed
+        except BaseException:
+            self._let_go()  # an interrupted cell of a notebook must not keep the root locked
+            raise
         try:
             timeout_s = config.stage_timeout + config.persist_timeout
             self._votes.settle(error, target=self._root, timeout_s=timeout_s)
@@ -122,7 +125,8 @@ class CheckpointManager:
             self.close()
             return
         try:
-            self.close()
+            # Other ranks may have failed as well: a save gets the time it would have if this process had died.
+            self.close(ORPHAN_GRACE_S)
         except HoldfastError as failed:
             # The error that ended training is the one to see.
             _log.warning("while closing after %r: %s", error, failed)
@@ -306,6 +310,8 @@ class CheckpointManager:
         if self._closed:
             return
         self._closed = True
+        if self._saver is not None and not self._saver.is_ours:
+            return  # a forked child: all of this is its parent's
         try:
             if self._saver is not None:
                 unguard_updates(self._guard)

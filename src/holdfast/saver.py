@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import queue
 import threading
 import time
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("holdfast")
 
 ORPHAN_GRACE_S: Final = 120.0
+"""How long an engine may go on with what is staged and verified when its trainer has died."""
 REMOVAL_GRACE_S: Final = 30.0
 """How long `close` waits for deleted checkpoints to be gone from the disk."""
 IDLE_GRACE_S: Final = 60.0
@@ -61,7 +63,8 @@ class Saver:
     """One session of saving under one directory. All ranks of ``group`` make one, and use it alike.
 
     Starts the engine and two threads at once, all idle until the first save. Close it; an interpreter that exits
-    without doing so lets what is in flight end, for at most a minute.
+    without doing so lets what is in flight end, for at most a minute. In a forked child, which has none of the threads,
+    it is closed from the start.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Saver:
         self._storage = storage
         self._group = group
         self._config = config
+        self._owner = os.getpid()
         self._engine = EngineClient(
             group.rank,
             writers=config.writers,
@@ -117,7 +121,7 @@ class Saver:
         """
         began = time.perf_counter()
         self._warmed_up = True
-        if self._closed:
+        if self._closed or not self.is_ours:
             raise ConfigError("this session is closed; make a new CheckpointManager to save again")
         handle = SaveHandle(
             step=request.step,
@@ -126,23 +130,24 @@ class Saver:
             wait_staged=self._wait_staged_of,
             callbacks=self.callbacks,
         )
-        self._in_flight[handle] = None
-        events.emit("save.started", step=request.step, rank=self._group.rank, path=handle.path)
+        capture: Capture | None = None
         try:
+            self._in_flight[handle] = None
+            events.emit("save.started", step=request.step, rank=self._group.rank, path=handle.path)
             if not self._take_slot(handle, request):
                 return handle
             try:
                 self._check_target(request)
                 capture = self._capture(tree, request, handle, dtype)
+                self._in_flight[handle] = capture
+                with self._lock:
+                    self._unpassed.append(capture)
             except BaseException:
-                self._stager.pool.give_slot_back(None)
+                self._disown(capture)
                 raise
-        except BaseException as error:
+        except BaseException as error:  # interrupts too: whoever closes the session waits for every handle
             self._to_stage.put(Absence(request, handle, AbortReason.of(error, rank=self._group.rank)))
             raise
-        self._in_flight[handle] = capture
-        with self._lock:
-            self._unpassed.append(capture)
         self._to_stage.put(capture)
         handle.add_stats(stall_s=time.perf_counter() - began)
         if request.eager:
@@ -164,7 +169,7 @@ class Saver:
         parameters: says whether an update touches any of these ids; None for "it may touch anything". A capture that
         is not complete within `stage_timeout` is failed, and the update goes on.
         """
-        if not self._unpassed:
+        if not self._unpassed or not self.is_ours:
             return
         for capture in list(self._unpassed):
             if parameters is None or parameters(capture.snapshot.update_ids):
@@ -172,6 +177,8 @@ class Saver:
 
     def wait_staged(self, timeout_s: float | None) -> None:
         """`before_update` for everything in flight, with a deadline of its own that is raised."""
+        if not self.is_ours:
+            return
         limit_s = self._config.stage_timeout if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         for capture in list(self._unpassed):
@@ -182,6 +189,8 @@ class Saver:
 
         Outcomes are in the handles, what callbacks raised in `callbacks`.
         """
+        if not self.is_ours:
+            return
         limit_s = self._longest_s() if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         for handle in list(self._in_flight):
@@ -193,26 +202,35 @@ class Saver:
                 timeout_s=limit_s,
             )
 
-    def close(self, timeout_s: float | None) -> None:
-        """Let what is in flight end, then stop threads and engine; idempotent. Raises `DeadlineExceeded` after it."""
-        if self._closed:
+    def close(self, timeout_s: float | None, *, exiting: bool = False) -> None:
+        """Let what is in flight end, then stop threads and engine; idempotent. Raises `DeadlineExceeded` after it.
+
+        exiting: this process is about to end, so an engine that is late is left to finish as if it had died.
+        """
+        if self._closed or not self.is_ours:
             return
         self._closed = True
+        self._to_stage.put(None)  # nothing follows: other ranks needn't wait until what is in flight has ended
         late: DeadlineExceeded | None = None
         try:
             self.wait(timeout_s)
         except DeadlineExceeded as error:
             late = error
         self._at_exit()
-        self._to_stage.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(5.0)
         self._stager.close()
         self._delivery.close(REMOVAL_GRACE_S)
-        self._engine.close(10.0)
+        if late is None or not exiting:
+            self._engine.close(10.0)
         if late is not None:
             raise late
+
+    @property
+    def is_ours(self) -> bool:
+        """False in a forked child: the session is its parent's, and so is every lock that a thread of it may hold."""
+        return os.getpid() == self._owner
 
     def remove(self, trash: str) -> None:
         """Have the engine remove a trashed directory of the root; doesn't wait."""
@@ -260,6 +278,14 @@ class Saver:
                     self._stager.pool.add_idle(capture.buffer)
                     raise
         return capture
+
+    def _disown(self, capture: Capture | None) -> None:
+        """The training thread was interrupted when it had the capture, or nearly: nobody else knows it."""
+        if capture is not None:
+            self._forget(capture)
+            if capture.buffer is not None:
+                self._stuck.append(capture.buffer)  # a device may be writing to it
+        self._stager.pool.give_slot_back(None)
 
     def _pass(self, capture: Capture, timeout_s: float) -> None:
         """Let the calling thread change the state: wait for the copies, then look whether anything moved."""
@@ -320,6 +346,7 @@ class Saver:
                 self._to_finalize.put(item)
             else:
                 self._end(item, None)
+        self._stager.leave()
         self._to_finalize.put(None)
 
     # Finalizer thread. -------------------------------------------------------------------------------------------
@@ -377,7 +404,7 @@ def _close_at_exit(saver: Saver) -> Callable[[], None]:
         if forgotten is None:
             return
         try:
-            forgotten.close(EXIT_GRACE_S)
+            forgotten.close(EXIT_GRACE_S, exiting=True)
         except HoldfastError as error:
             _log.warning("at interpreter exit: %s", error)
 

@@ -64,6 +64,10 @@ class Stager:
         self.pool = CapturePool(in_flight, retire=self.retire)
         self.plan: DeliveryPlan | None = None
 
+    def leave(self) -> None:
+        """Tell the other ranks that no save follows; on the stager thread, as the last thing it does."""
+        self._agreement.leave()
+
     def close(self) -> None:
         """Free the idle buffers and let go of the board."""
         self.pool.use_plan(None)

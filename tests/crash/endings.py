@@ -1,0 +1,240 @@
+"""Every way a training script can end: the programs that test_endings.py starts. Each ends by itself or is signalled.
+
+A program notes "ending" when it begins to end. Then a save of step 1 is in flight, and slow enough to stay so for a
+while, unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from saving_job import config, note, start
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+
+import holdfast
+from holdfast.engine.client import EngineClient
+
+MIB = 1 << 20
+
+
+def build(world: int = 1) -> dict[str, Any]:
+    """A state of 3 MB, a second's work for an engine of these tests; ``value_of`` tells whose it is."""
+    model = torch.nn.Linear(1024, 768, bias=False)
+    if world > 1:
+        fully_shard(model)
+    torch.nn.init.constant_(model.weight, 1.0)
+    return {"model": model, "progress": {"step": 1}}
+
+
+def begin(root: str, log: str, **options: Any) -> holdfast.CheckpointManager:
+    """A manager whose save of step 1 its engine is persisting."""
+    _, world = start(log)
+    settings = config(io_limit_bytes_per_s=3 * MIB // world, **options)
+    manager = holdfast.CheckpointManager(root, build(world), config=settings)
+    handle = manager.save(1)
+    deadline = time.monotonic() + 30
+    while handle.stage != "persisting":
+        assert time.monotonic() < deadline, handle
+        time.sleep(0.005)
+    note("saving")
+    return manager
+
+
+def sleep() -> NoReturn:
+    note("ending")
+    time.sleep(60)
+    raise AssertionError("it was to be signalled")
+
+
+def just_end(root: str, log: str) -> None:
+    begin(root, log)
+    note("ending")
+
+
+def end_without_a_save(root: str, log: str) -> None:
+    start(log)
+    holdfast.CheckpointManager(root, build(), config=config())
+    note("ending")
+
+
+def close(root: str, log: str) -> None:
+    manager = begin(root, log)
+    note("ending")
+    manager.close()
+
+
+def close_at_last(root: str, log: str) -> None:
+    """And save once more before."""
+    with begin(root, log) as manager:
+        note("ending")
+        manager.save(2, final=True)
+
+
+def sys_exit(root: str, log: str) -> None:
+    begin(root, log)
+    note("ending")
+    sys.exit(3)
+
+
+def raise_an_exception(root: str, log: str) -> None:
+    begin(root, log)
+    note("ending")
+    raise ValueError("the loss is not a number")
+
+
+def raise_an_exception_in_a_with(root: str, log: str) -> None:
+    with begin(root, log):
+        note("ending")
+        raise ValueError("the loss is not a number")
+
+
+def os_exit(root: str, log: str) -> None:
+    begin(root, log)
+    note("ending")
+    os._exit(5)
+
+
+def be_signalled(root: str, log: str) -> None:
+    begin(root, log)
+    sleep()
+
+
+def be_signalled_in_a_with(root: str, log: str) -> None:
+    with begin(root, log):
+        sleep()
+
+
+def be_signalled_while_closing(root: str, log: str) -> None:
+    manager = begin(root, log)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    note("ending")
+    manager.close()
+
+
+def be_killed_when_staging_is_verified(root: str, log: str) -> None:
+    """What follows is up to the engine alone."""
+    verified = EngineClient.staging_verified
+
+    def then_die(self: EngineClient, attempt: str) -> None:
+        deadline = time.monotonic() + 30
+        while not self.progress(attempt)[0]:  # whoever starts next must find it at work
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        verified(self, attempt)
+        note("ending")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    EngineClient.staging_verified = then_die  # type: ignore[method-assign]
+    begin(root, log).wait()
+
+
+def be_killed_before_staging_is_verified(root: str, log: str) -> None:
+    def die(self: EngineClient, attempt: str) -> None:
+        note("ending")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    EngineClient.staging_verified = die  # type: ignore[method-assign]
+    begin(root, log).wait()
+
+
+class Numbers(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(float(index))
+
+
+def end_with_workers_alive(root: str, log: str) -> None:
+    """Forked while a save is in flight."""
+    begin(root, log)
+    loader = DataLoader(Numbers(), batch_size=2, num_workers=2, multiprocessing_context="fork", persistent_workers=True)
+    batches = iter(loader)
+    assert next(batches).tolist() == [0.0, 1.0]
+    note("ending")
+
+
+def be_killed_with_workers_alive(root: str, log: str) -> None:
+    """Workers outlive their parent for some seconds: they must not keep it alive for its engine, nor its lock held."""
+    begin(root, log)
+    loader = DataLoader(Numbers(), batch_size=2, num_workers=2, multiprocessing_context="fork")
+    batches = iter(loader)
+    assert next(batches).tolist() == [0.0, 1.0]
+    note("ending")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fork_a_child_that_exits(root: str, log: str) -> None:
+    """A child that runs the exit handlers it inherited, as one made by `os.fork` does."""
+    begin(root, log)
+    began = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        sys.exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert time.monotonic() - began < 5, "the child waited for a save that isn't its own"
+    note("ending")
+
+
+def fork_a_child_that_closes(root: str, log: str) -> None:
+    """A child that leaves the ``with`` that it was forked in."""
+    began = time.monotonic()
+    with begin(root, log):
+        pid = os.fork()
+    if pid == 0:
+        sys.exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert time.monotonic() - began < 10, "the child waited for a save that isn't its own"
+    note("ending")
+
+
+def end_after_async_save(root: str, log: str) -> None:
+    start(log)
+    holdfast.async_save(build(), Path(root) / "step-1", step=1)
+    note("ending")
+
+
+def leave_the_group_before_closing(root: str, log: str) -> None:
+    manager = begin(root, log)
+    dist.destroy_process_group()
+    note("ending")
+    manager.close()
+    assert manager.steps() == [1]
+
+
+def leave_the_group_and_end(root: str, log: str) -> None:
+    begin(root, log)
+    dist.destroy_process_group()
+    note("ending")
+
+
+def fail_on_one_rank(root: str, log: str) -> None:
+    """In the middle of training: rank 0 goes on until it can't talk to rank 1 any more."""
+    with begin(root, log) as manager:
+        if dist.get_rank() == 1:
+            note("ending")
+            raise ValueError("the loss is not a number")
+        manager.save(2)
+        note("ending")
+        dist.all_reduce(torch.zeros(1))
+
+
+def fail_on_one_rank_without_with(root: str, log: str) -> None:
+    manager = begin(root, log)
+    if dist.get_rank() == 1:
+        note("ending")
+        raise ValueError("the loss is not a number")
+    manager.save(2)
+    note("ending")
+    dist.all_reduce(torch.zeros(1))

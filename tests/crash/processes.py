@@ -1,0 +1,56 @@
+"""Looking at processes, and at what jobs of these tests have written down."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+
+class Log:
+    """The events of one rank, as far as they have been written; see `saving_job.note`."""
+
+    def __init__(self, base: Path, rank: int) -> None:
+        self.path = Path(f"{base}-{rank}.jsonl")
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        found = []
+        for line in self.path.read_text().splitlines() if self.path.exists() else []:
+            with contextlib.suppress(ValueError):  # the last line of a killed process may be cut short
+                event = json.loads(line)
+                if event["event"] in kinds:
+                    found.append(event)
+        return found
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def is_gone(pid: int) -> bool:
+    """Ended, whether or not anybody has asked for its status."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def engines_of(pid: int) -> list[int]:
+    """Holdfast's engines among the children of a process."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, task.read_text().split())
+    return [child for child in found if _is_engine(child)]
+
+
+def _is_engine(pid: int) -> bool:
+    try:
+        return b"holdfast.engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False

@@ -1,0 +1,85 @@
+"""Ballots, verdicts and votes among ranks that are threads of this process."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from _protocol import run_ranks
+
+from holdfast.agreement import Agreement, Ballot
+from holdfast.coordination import LocalBoard
+from holdfast.errors import DeadlineExceeded, SaveFailed
+from holdfast.plan.structure import Structure, digest_of, encode_structure
+
+SOON_S = 5.0
+ENCODED = encode_structure(Structure((), (), ()))
+DIGEST = digest_of(ENCODED)
+
+
+def agree(agreement, step, *, timeout_s=SOON_S):
+    agreement.cast(Ballot(step, "/root", DIGEST), ENCODED)
+    return agreement.wait_verdict(timeout_s=timeout_s)
+
+
+def agreements(world):
+    return [Agreement(board) for board in LocalBoard.of_world(world)]
+
+
+def test_a_structure_is_planned_once():
+    ranks = agreements(3)
+    for step, kind in ((1, "replan"), (2, "same"), (3, "same")):
+        verdicts = run_ranks(lambda rank, step=step: agree(ranks[rank], step), 3)
+        assert [verdict.kind for verdict in verdicts] == [kind] * 3
+        assert len(set(verdicts)) == 1
+
+
+def test_a_rank_that_does_not_come_is_named():
+    ranks = agreements(3)
+    verdicts = run_ranks(lambda rank: agree(ranks[rank], 1, timeout_s=0.2) if rank != 1 else None, 3)
+    assert verdicts[0] == verdicts[2]
+    error = verdicts[0].refusal.error(step=1)
+    assert isinstance(error, SaveFailed)
+    assert isinstance(error.__cause__, DeadlineExceeded)
+    assert "rank(s) 1 of 3 had not called this save" in str(error)
+
+
+@pytest.mark.parametrize("leaver", [0, 1, 2])
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_save_that_one_rank_has_left_is_refused_at_once(leaver, before):
+    ranks = agreements(3)
+    for step in range(before):
+        run_ranks(lambda rank, step=step: agree(ranks[rank], step), 3)
+    began = time.monotonic()
+
+    def act(rank):
+        if rank == leaver:
+            return ranks[rank].leave()
+        # Nor does it wait another time.
+        return [agree(ranks[rank], step, timeout_s=60) for step in (7, 8, 9)]
+
+    verdicts = run_ranks(act, 3)
+    assert time.monotonic() - began < SOON_S
+    others = [of_rank for rank, of_rank in enumerate(verdicts) if rank != leaver]
+    assert others[0] == others[1]
+    for verdict in others[0]:
+        error = verdict.refusal.error(step=7)
+        assert isinstance(error, SaveFailed)
+        assert error.rank == leaver
+        assert f"rank {leaver} has closed its session" in str(error)
+
+
+@pytest.mark.parametrize("saves", [0, 1, 3])
+def test_nothing_stays_on_the_board_when_all_have_left(saves):
+    boards = LocalBoard.of_world(3)
+    ranks = [Agreement(board) for board in boards]
+    for step in range(saves):
+        run_ranks(lambda rank, step=step: agree(ranks[rank], step), 3)
+    run_ranks(lambda rank: ranks[rank].leave(), 3)
+    assert boards[0].keys() == []
+
+
+def test_leaving_a_board_that_is_lost_is_quiet():
+    board = LocalBoard()
+    board.close()
+    Agreement(board).leave()
