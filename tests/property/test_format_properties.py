@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 import xxhash
-from hypothesis import assume, HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from holdfast.dtypes import ITEMSIZE
