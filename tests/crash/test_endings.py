@@ -234,7 +234,9 @@ def test_an_interrupted_start_leaves_the_root_unlocked(tmp_path: Path, monkeypat
         manager.save(1).result(SOON_S)
 
 
-@pytest.mark.parametrize("at", ["holdfast.saver.is_occupied", "holdfast.saver.Staging", "holdfast.saver.Saver._capture"])
+@pytest.mark.parametrize(
+    "at", ["holdfast.saver.is_occupied", "holdfast.saver.Staging", "holdfast.saver.Saver._capture"]
+)
 def test_an_interrupted_save_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
     state = {"w": torch.ones(10)}
     manager = holdfast.CheckpointManager(tmp_path, state, config=holdfast.CheckpointConfig(in_flight=1))

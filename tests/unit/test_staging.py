@@ -100,7 +100,10 @@ NOTICED: dict[str, tuple[Change, str]] = {
     "swap_tensors": (_swap_tensors, "model.0.weight"),
     "numpy view": (lambda model, _: weight(model).detach().numpy().fill(3), "model.0.weight"),
     "optimizer state": (lambda model, optimizer: exp_avg(model, optimizer).zero_(), "optimizer.state.0.weight.exp_avg"),
-    "load_state_dict": (lambda m, _: m.load_state_dict({k: 2 * v for k, v in m.state_dict().items()}), "model.0.weight"),
+    "load_state_dict": (
+        lambda m, _: m.load_state_dict({k: 2 * v for k, v in m.state_dict().items()}),
+        "model.0.weight",
+    ),
     "a fused kernel": (_fused_kernel, "model.0.weight"),
     "module.half()": (lambda model, _: model[2].half(), "model.2.weight"),
 }  # fmt: skip
