@@ -1,124 +1,168 @@
-"""Runs a function of a test module on several ranks, under ``torch.distributed.run`` as users do.
+"""Runs functions of test modules on several ranks: real processes, started by ``torch.distributed.run`` as users do.
 
-    run_job(check_something, nproc=2, args=[tmp_path], timeout_s=60)
+    run_job(check_something, nproc=2, args=[tmp_path])
 
-Every rank is a process of its own with a gloo group. If any rank fails or the deadline passes, everything the job
-started is killed and the test fails with each rank's stderr; a rank that hangs shows where. Arguments travel as
-strings.
-
-Importing torch costs more than most checks, so a job may be several worlds, one after the other: `in_world`.
+Starting a rank and importing torch costs more than most checks, so four ranks are started once and then do one job
+after the other, each as a world of its own: a gloo group of its ``nproc`` ranks, the others standing by. A job may in
+turn be several worlds (`in_world`). If any rank fails or the deadline passes, everything is killed, the test fails with
+each rank's stderr (a rank that hangs shows where), and the next job gets new processes. Arguments travel as strings.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import faulthandler
 import importlib.util
 import itertools
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
+RANKS = 4
 TAIL_CHARS = 6000
+LOOK_S = 0.02
+TRACE_S = 1.0
+"""How long ranks that hang get to say where."""
 COLLECTIVE_TIMEOUT_S = 45.0
-WORLD_TIMEOUT_S = 60.0
+WORLD_TIMEOUT_S = 150.0
 
 
-def run_job(function: Callable[..., None], *, nproc: int, args: Sequence[object] = (), timeout_s: float = 90.0) -> str:
-    """Call ``function(*args)`` on ``nproc`` ranks; returns their stdout when all have ended well."""
-    logs = Path(tempfile.mkdtemp(prefix="holdfast-job-"))
-    torchrun = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"),
-        *("--log-dir", str(logs), "--redirects", "3"),
-    ]
+def run_job(
+    function: Callable[..., None], *, nproc: int, args: Sequence[object] = (), timeout_s: float = 110.0
+) -> None:
+    """Call ``function(*args)`` on ``nproc`` ranks (at most 4); returns when all have ended well."""
+    assert nproc <= RANKS
+    if not _launched:
+        _launched.append(_Launched())
+    launched = _launched[0]
     try:
-        return _run([*torchrun, *_entry(function, timeout_s, args)], function.__name__, logs, timeout_s)
+        problem = launched.wait_done(function, nproc, [str(arg) for arg in args], timeout_s)
+    except BaseException:
+        problem = "interrupted"
+        raise
     finally:
-        shutil.rmtree(logs, ignore_errors=True)
+        if problem is not None:
+            report = launched.end()
+            _launched.clear()
+    if problem is not None:
+        pytest.fail(f"{function.__name__} {problem}\n{report}", pytrace=False)
 
 
-def _entry(function: Callable[..., None], timeout_s: float, args: Sequence[object]) -> list[str]:
-    home = function.__code__.co_filename
-    return [__file__, home, function.__name__, str(timeout_s * 0.85), *map(str, args)]
+class _Launched:
+    """A running torchrun whose ranks look for jobs in a directory. Nothing of it outlives this process."""
+
+    def __init__(self) -> None:
+        self._place = Path(tempfile.mkdtemp(prefix="holdfast-ranks-"))
+        self._jobs = itertools.count()
+        inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
+        with (self._place / "launcher.log").open("w") as log:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"),
+                    *("--log-dir", str(self._place / "logs"), "--redirects", "3"),
+                    *(__file__, str(self._place), str(os.getpid())),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TORCH_CPP_LOG_LEVEL": "ERROR"},
+            )
+        atexit.register(self.end)
+
+    def wait_done(self, function: Callable[..., None], nproc: int, args: list[str], timeout_s: float) -> str | None:
+        """Hand out a job; returns what went wrong with it, None if nothing did."""
+        number = next(self._jobs)
+        job = {"home": function.__code__.co_filename, "name": function.__name__, "nproc": nproc, "args": args}
+        (self._place / "next").write_text(json.dumps(job))
+        (self._place / "next").rename(self._place / f"job-{number}")
+        deadline = time.monotonic() + timeout_s
+        while not (self._place / f"done-{number}").exists():
+            if self._process.poll() is not None:
+                return f"ended with status {self._process.returncode}"
+            if time.monotonic() > deadline:
+                self._signal_ranks(signal.SIGUSR1)
+                time.sleep(TRACE_S)
+                return f"had not ended after {timeout_s:g} s"
+            time.sleep(LOOK_S)
+        return None
+
+    def _signal_ranks(self, number: signal.Signals) -> None:
+        for path in self._place.glob("rank-*"):
+            with contextlib.suppress(OSError, ValueError):
+                pid = int(path.read_text())
+                if str(self._place) in Path(f"/proc/{pid}/cmdline").read_text():
+                    os.kill(pid, number)
+
+    def end(self) -> str:
+        """Kill everything; returns what the ranks, or else the launcher, have said."""
+        atexit.unregister(self.end)
+        self._process.kill()
+        self._process.wait()
+        # Ranks lead sessions of their own, and outlive a launcher that is killed.
+        self._signal_ranks(signal.SIGKILL)
+        said = [
+            f"--- rank {path.parent.name}, stderr\n{path.read_text(errors='replace')[-TAIL_CHARS:]}"
+            for path in sorted(self._place.glob("logs/**/stderr.log"), key=lambda path: path.parent.name)
+        ] or [f"--- launcher\n{(self._place / 'launcher.log').read_text(errors='replace')[-TAIL_CHARS:]}"]
+        shutil.rmtree(self._place, ignore_errors=True)
+        return "\n".join(said)
 
 
-def _run(command: list[str], name: str, logs: Path, timeout_s: float) -> str:
-    inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
-    environment = {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    job = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        errors="replace",
-        env=environment,
-        start_new_session=True,
-    )
-    try:
-        out, err = job.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(job.pid, signal.SIGKILL)
-        out, err = job.communicate()
-        _fail(f"{name} had not ended after {timeout_s:g} s", out, err, logs)
-    if job.returncode != 0:
-        _fail(f"{name} ended with status {job.returncode}", out, err, logs)
-    return out + "".join(path.read_text(errors="replace") for path in _streams(logs, "stdout.log"))
-
-
-def _streams(logs: Path, name: str) -> list[Path]:
-    return sorted(logs.glob(f"**/{name}"), key=lambda path: int(path.parent.name))
-
-
-def _fail(what: str, out: str, err: str, logs: Path) -> NoReturn:
-    parts = [what]
-    for path in _streams(logs, "stderr.log"):
-        parts.append(f"--- rank {path.parent.name}, stderr\n{path.read_text(errors='replace')[-TAIL_CHARS:]}")
-    if len(parts) == 1:
-        parts.append(f"--- launcher\n{out[-TAIL_CHARS:]}{err[-TAIL_CHARS:]}")
-    pytest.fail("\n".join(parts), pytrace=False)
+_launched: list[_Launched] = []
 
 
 # on the ranks ----------------------------------------------------------------------------------------------------
 
-_worlds = itertools.count()
+at_world_end: list[Callable[[], None]] = []
+"""Called when a world is over: what was made of its groups is of no use any more."""
+_world_numbers = [0, 0]
+"""Of the job, and of the world in it: ranks that stand by see only the first."""
 
 
 def in_world(size: int, function: Callable[..., None], *args: object) -> None:
     """Call ``function(*args)`` on the first ``size`` ranks as a world of their own; returns when all of them have.
 
-    One rank has no process group at all. Every rank of the job calls this alike; its default group is gone afterwards.
+    One rank has no process group at all. Every rank of the present world calls this alike; its group is gone then.
     """
-    rank, number = int(os.environ["RANK"]), next(_worlds)
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
-    store = dist.PrefixStore(f"world/{number}", _launcher_store())
+    rank = int(os.environ["RANK"])
+    _leave_world()
+    store = dist.PrefixStore("world/{}/{}".format(*_world_numbers), _launcher_store())
+    _world_numbers[1] += 1
     if rank < size:
         if size > 1:
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S)
             )
         function(*args)
-        if size > 1:
-            dist.barrier()
-            dist.destroy_process_group()
+        _leave_world()
         if store.add("left", 1) == size:
             store.set("over", "")
     store.wait(["over"], timedelta(seconds=WORLD_TIMEOUT_S))
+
+
+def _leave_world() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    for forget in at_world_end:
+        forget()
 
 
 @cache
@@ -126,25 +170,37 @@ def _launcher_store() -> dist.TCPStore:
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 
 
-def _main(home: str, name: str, patience_s: str, *args: str) -> None:
-    """One rank."""
-    faulthandler.dump_traceback_later(float(patience_s), exit=False)
+def _work(place: Path, parent: int) -> None:
+    """One rank: job after job, until the process that hands them out is gone."""
+    (place / f"rank-{os.environ['RANK']}").write_text(str(os.getpid()))
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
-    sys.path.insert(0, str(Path(home).parent))
-    spec = importlib.util.spec_from_file_location(Path(home).stem, home)
+    for number in itertools.count():
+        path = place / f"job-{number}"
+        while not path.exists():
+            if not Path(f"/proc/{parent}").exists():
+                return
+            time.sleep(LOOK_S)
+        job = json.loads(path.read_text())
+        _world_numbers[:] = number, 0
+        in_world(job["nproc"], getattr(_module(Path(job["home"])), job["name"]), *job["args"])
+        if os.environ["RANK"] == "0":
+            (place / f"done-{number}").touch()
+
+
+@cache
+def _module(home: Path) -> Any:
+    sys.path[:] = dict.fromkeys([str(home.parent), *sys.path])
+    spec = importlib.util.spec_from_file_location(home.stem, home)
     assert spec is not None
     assert spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
+    module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
-    getattr(module, name)(*args)
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    return module
 
 
 if __name__ == "__main__":
     # Test modules import this one by its own name: there must not be two of it.
     sys.modules["launch"] = sys.modules["__main__"]
-    _main(*sys.argv[1:])
+    _work(Path(sys.argv[1]), int(sys.argv[2]))

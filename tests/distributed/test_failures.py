@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import run_job
+from launch import at_world_end, run_job
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from worlds import mesh_of
 
@@ -32,6 +32,7 @@ from holdfast.errors import (
 SOON_S = 8.0
 _alone: list[Any] = []
 """The group of rank 0 only."""
+at_world_end.append(_alone.clear)
 TIMEOUT_S = 40.0
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from launch import in_world, run_job
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from worlds import Net, assert_same, fill, mesh_of, meshes
+from worlds import Net, assert_same, fill, mesh_of
 
 import holdfast
 from holdfast.errors import ConfigError, StateMismatch
@@ -187,7 +187,6 @@ def two_ranks(root: Path) -> None:
 
 def job(place: str) -> None:
     in_world(4, four_ranks, Path(place))
-    meshes.clear()
     in_world(2, two_ranks, Path(place))
 
 

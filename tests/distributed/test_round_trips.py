@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from launch import in_world, run_job
+from launch import at_world_end, in_world, run_job
 from pipeline import inside_pipeline, pipeline_state, stock_pipeline_form
 from worlds import (
     Parallelize,
@@ -24,7 +24,6 @@ from worlds import (
     inside,
     leaves_of,
     make_state,
-    meshes,
     scribble,
     single,
     stock_form,
@@ -77,6 +76,9 @@ def read_both(directory: Path, how: Parallelize, *, fresh: bool = False) -> None
 def states_of(how: Parallelize) -> tuple[dict[str, Any], dict[str, Any]]:
     """What everybody saves, laid out by ``how``, and another such state to load into."""
     return make_state(how, TAG), make_state(how, "other")
+
+
+at_world_end.append(states_of.cache_clear)
 
 
 def parameter_addresses(state: dict[str, Any]) -> dict[str, int]:
@@ -159,8 +161,6 @@ def all_worlds(place: str) -> None:
         (2, two_read),
     ):
         in_world(size, work, place)
-        states_of.cache_clear()
-        meshes.clear()
 
 
 def test_every_world_reads_what_the_others_wrote(tmp_path: Path) -> None:

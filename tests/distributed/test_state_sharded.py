@@ -1,18 +1,16 @@
-"""States of several ranks: real gloo groups, one process a rank, spawned once for all checks of a world."""
+"""States of several ranks: real gloo groups, all checks of a world in one job."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from launch import run_job
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -324,21 +322,23 @@ TWO: list[Callable[[], None]] = [
 FOUR: list[Callable[[], None]] = [hsdp, fsdp_with_tensor_parallel]
 
 
-def one_rank_of(rank: int, world: int, store: str, checks: list[Callable[[], None]]) -> None:
-    os.environ["LOCAL_RANK"] = str(rank)
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=60)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timeout)
+def run(checks: list[Callable[[], None]]) -> None:
     for check in checks:
         try:
             check()
         except BaseException as error:
-            raise AssertionError(f"{check.__name__} failed on rank {rank}") from error
+            raise AssertionError(f"{check.__name__} failed on rank {dist.get_rank()}") from error
         dist.barrier()
-    dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("checks", [TWO, FOUR], ids=["two", "four"])
-def test_on_ranks(tmp_path: Path, checks: list[Callable[[], None]]) -> None:
-    world = 2 if checks is TWO else 4
-    mp.spawn(one_rank_of, args=(world, str(tmp_path / "store"), checks), nprocs=world)
+def on_two() -> None:
+    run(TWO)
+
+
+def on_four() -> None:
+    run(FOUR)
+
+
+@pytest.mark.parametrize(("job", "nproc"), [(on_two, 2), (on_four, 4)])
+def test_on_ranks(job: Callable[[], None], nproc: int) -> None:
+    run_job(job, nproc=nproc)

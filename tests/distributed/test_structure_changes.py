@@ -9,13 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from launch import run_job
 from torch import nn
 from torch.distributed.tensor import DTensor
-from worlds import fsdp, make_model, mesh_of
+from worlds import fsdp, make_model
 
 import holdfast
 
@@ -29,8 +30,8 @@ OBJECT_COLLECTIVES = (
 )
 
 
-def count_object_collectives() -> list[str]:
-    """The names of those that are called from now on."""
+def count_object_collectives(patch: pytest.MonkeyPatch) -> list[str]:
+    """The names of those that are called while ``patch`` stands."""
     called: list[str] = []
 
     def counted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,8 +43,8 @@ def count_object_collectives() -> list[str]:
 
     for name in OBJECT_COLLECTIVES:
         wrapped = counted(name, getattr(c10d, name))
-        setattr(c10d, name, wrapped)
-        setattr(dist, name, wrapped)
+        patch.setattr(c10d, name, wrapped)
+        patch.setattr(dist, name, wrapped)
     return called
 
 
@@ -147,19 +148,19 @@ def no_step_is_lost(run: Run) -> None:
 
 
 def job(place: str) -> None:
-    called = count_object_collectives()
-    run = Run(Path(place))
-    mesh_of(2)
-    unchanged_saves_plan_nothing(run)
-    adapters_on_all_ranks_are_one_new_plan(run)
-    one_rank_alone_grows_a_tensor(run)
-    objects_that_outgrow_their_record_are_one_new_plan(run)
-    dist.barrier()
-    no_step_is_lost(run)
-    run.manager.close()
-    assert called == []
-    dist.all_gather_object([None, None], 1)
-    assert called == ["all_gather_object"], "the count counts"
+    with pytest.MonkeyPatch.context() as patch:
+        called = count_object_collectives(patch)
+        run = Run(Path(place))
+        unchanged_saves_plan_nothing(run)
+        adapters_on_all_ranks_are_one_new_plan(run)
+        one_rank_alone_grows_a_tensor(run)
+        objects_that_outgrow_their_record_are_one_new_plan(run)
+        dist.barrier()
+        no_step_is_lost(run)
+        run.manager.close()
+        assert called == []
+        dist.all_gather_object([None, None], 1)
+        assert called == ["all_gather_object"], "the count counts"
 
 
 def test_structures_that_change_replan_and_others_do_not(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from worlds import ROWS, assert_same, ddp, fsdp, fsdp_tp, hsdp, inside, make_state, mesh_of, meshes, tensor_parallel
+from worlds import ROWS, assert_same, ddp, fsdp, fsdp_tp, hsdp, inside, make_state, mesh_of, tensor_parallel
 
 import holdfast
 
@@ -202,7 +202,6 @@ def four_ranks(root: Path) -> None:
 
 def job(place: str) -> None:
     in_world(4, four_ranks, Path(place))
-    meshes.clear()
     in_world(2, llama_is_loaded, Path(place))
 
 

@@ -13,6 +13,7 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
+from launch import at_world_end
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -107,14 +108,15 @@ def single(model: nn.Module) -> nn.Module:
 
 
 Parallelize = Callable[[nn.Module], nn.Module]
-meshes: dict[Any, DeviceMesh] = {}
+_meshes: dict[Any, DeviceMesh] = {}
+at_world_end.append(_meshes.clear)
 
 
 def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
     """Meshes make process groups: one of a kind is enough."""
-    if (shape, names) not in meshes:
-        meshes[shape, names] = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    return meshes[shape, names]
+    if (shape, names) not in _meshes:
+        _meshes[shape, names] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return _meshes[shape, names]
 
 
 # states ----------------------------------------------------------------------------------------------------------
