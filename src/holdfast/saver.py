@@ -161,7 +161,12 @@ class Saver:
         """
         if not self._warmed_up:
             self._warmed_up = True
-            self._to_stage.put(WarmUp(self._snapshots.take(tree, None)))
+            try:
+                warm_up = WarmUp(self._snapshots.take(tree, None))
+            except BaseException as error:
+                self._to_stage.put(WarmUp(None, AbortReason.of(error, rank=self._group.rank)))
+                raise
+            self._to_stage.put(warm_up)
 
     def before_update(self, parameters: Callable[[frozenset[int]], bool] | None = None) -> None:
         """Return when the captured state may be changed; on the training thread, which then may change it.
@@ -335,7 +340,7 @@ class Saver:
                 self._in_flight.pop(item.handle, None)
                 continue
             if isinstance(item, WarmUp):
-                self._stager.prepare(item.snapshot)
+                self._stager.prepare(item)
                 continue
             try:
                 go_on = self._stager.stage(item)

@@ -48,9 +48,10 @@ class Absence:
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """Plan and make a buffer before the first save needs them."""
+    """Plan and make a buffer before the first save needs them; without a snapshot, say why this rank has none."""
 
-    snapshot: Snapshot
+    snapshot: Snapshot | None
+    refusal: AbortReason | None = None
 
 
 class Stager:
@@ -78,13 +79,15 @@ class Stager:
         snapshot = capture.snapshot
         capture.staging.load(buffer.cached_copies_of(snapshot.lazy), buffer.copies_of(snapshot.held))
 
-    def prepare(self, snapshot: Snapshot) -> None:
+    def prepare(self, warm_up: WarmUp) -> None:
         """A save's agreement and planning without a save; what goes wrong here is told by the first save."""
         deadline = time.monotonic() + self._stage_timeout_s
+        snapshot = warm_up.snapshot
+        digest, encoded = ("", b"") if snapshot is None else (snapshot.digest, snapshot.encoded)
         try:
-            self._agreement.cast(Ballot(None, "warm-up", snapshot.digest, replan=True), snapshot.encoded)
+            self._agreement.cast(Ballot(None, "warm-up", digest, replan=True, refusal=warm_up.refusal), encoded)
             verdict = self._agreement.wait_verdict(timeout_s=_left_s(deadline))
-            if verdict.kind == "replan":
+            if verdict.kind == "replan" and snapshot is not None:
                 plan = self._new_plan(verdict, _left_s(deadline))
                 self.pool.use_plan(plan.rank_plan)
                 self.pool.add_idle(self._make_buffer(plan.rank_plan, pin=snapshot.from_device))
