@@ -115,6 +115,22 @@ def a_leaf_that_one_rank_cannot_store(root: Path) -> None:
         assert not [name for name in os.listdir(root / "leaf") if "incomplete" in name]
 
 
+def a_leaf_that_one_rank_cannot_store_yet(root: Path) -> None:
+    """Found while preparing the first save, before any was asked for; mended in time."""
+    state: dict[str, Any] = {"w": weights(), "x": on_rank(1, object(), 1)}
+    with holdfast.CheckpointManager(root / "early", state, config=config(every=2)) as manager:
+        if dist.get_rank() == 1:
+            with pytest.raises(ConfigError, match="x"):
+                manager.step(1)
+        else:
+            manager.step(1)
+        state["x"] = 2
+        with soon():
+            for handle in manager.step(2):
+                handle.result(TIMEOUT_S)
+        assert manager.steps() == [2]
+
+
 def a_leaf_that_one_rank_cannot_store_in_one_call(root: Path) -> None:
     state = {"w": weights(), "x": on_rank(1, object(), 1)}
     error = same_error(ConfigError, lambda: holdfast.save(state, root / "one-leaf", timeout=TIMEOUT_S))
@@ -209,20 +225,34 @@ def paths_that_ranks_do_not_share(root: Path) -> None:
 
 def a_rank_that_never_calls(root: Path) -> None:
     """The one wait that needs its deadline: short here."""
-    state = {"w": weights()}
     manager = holdfast.CheckpointManager(
-        root / "alone", state, config=config(stage_timeout=1.0, commit_timeout=2.0, on_error="warn")
+        root / "alone", {"w": weights()}, config=config(stage_timeout=1.0, commit_timeout=2.0, on_error="warn")
     )
-    began = time.monotonic()
-    if dist.get_rank() == 0:
-        error = manager.save(1).exception(TIMEOUT_S)
-        assert isinstance(error, SaveFailed), error
-        assert isinstance(error.__cause__, DeadlineExceeded)
-        assert "rank(s) 1" in str(error)
-    with warnings.catch_warnings():
+    with soon():
+        if dist.get_rank() == 0:
+            error = manager.save(1).exception(TIMEOUT_S)
+            assert isinstance(error, SaveFailed)
+            assert isinstance(error.__cause__, DeadlineExceeded)
+            assert "rank(s) 1" in str(error)
+        dist.barrier()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            manager.close()
+    assert manager.steps() == []
+    dist.barrier()
+
+
+def a_rank_that_has_closed(root: Path) -> None:
+    """It says so: nobody waits for a deadline."""
+    manager = holdfast.CheckpointManager(root / "left", {"w": weights()}, config=config(on_error="warn"))
+    with soon(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        if dist.get_rank() == 0:
+            error = manager.save(1).exception(TIMEOUT_S)
+            assert isinstance(error, SaveFailed)
+            assert "rank 1" in str(error)
+            assert "closed" in str(error)
         manager.close()
-    assert time.monotonic() - began < SOON_S
     assert manager.steps() == []
     dist.barrier()
 
@@ -347,6 +377,7 @@ def everything_works_after_all_that(root: Path) -> None:
 CHECKS = [
     ranks_that_disagree_on_the_step,
     a_leaf_that_one_rank_cannot_store,
+    a_leaf_that_one_rank_cannot_store_yet,
     a_leaf_that_one_rank_cannot_store_in_one_call,
     arguments_that_one_rank_gets_wrong,
     shapes_that_ranks_disagree_on,
@@ -358,6 +389,7 @@ CHECKS = [
     damage_falls_back_on_all_ranks_together,
     damage_and_a_mismatch_at_once_are_one_error,
     a_rank_that_never_calls,
+    a_rank_that_has_closed,
     everything_works_after_all_that,
 ]
 
