@@ -51,7 +51,7 @@ class CaptureBuffer:
             total += file.size
         self.nbytes = total
         self.image = Image(max(total, PAGE_BYTES))
-        self.payloads: list[PayloadView] = []
+        self._payloads_of: dict[str, list[PayloadView]] = {}
         self.engine_image: int | None = None
         """The number the engine knows the image by."""
         self._copies: tuple[Mapping[str, torch.Tensor], Copies] | None = None
@@ -72,7 +72,7 @@ class CaptureBuffer:
             host[start : start + len(header)] = header
             host[end : end + len(trailer)] = trailer
             view = memory[payload:end].view(getattr(torch, placed.dtype)).view(placed.sizes)
-            self.payloads.append(PayloadView(placed, payload, view))
+            self._payloads_of.setdefault(placed.source, []).append(PayloadView(placed, payload, view))
         events.count("headers_rendered", len(self.plan.tensors))
 
     def put_object(self, placed: PlacedObject, record: bytes) -> None:
@@ -89,9 +89,9 @@ class CaptureBuffer:
         """
         return Copies.of(
             [
-                CopyItem(payload.placed.source, tensor, _box_within(payload.placed, tensor), payload.view)
-                for payload in self.payloads
-                if (tensor := tensors.get(payload.placed.source)) is not None
+                CopyItem(name, tensor, _box_within(payload.placed, tensor), payload.view)
+                for name, tensor in tensors.items()
+                for payload in self._payloads_of.get(name, ())
             ]
         )
 
@@ -103,7 +103,7 @@ class CaptureBuffer:
 
     def close(self) -> None:
         """Let go of the views and the descriptor; the memory goes with the last view."""
-        self.payloads.clear()
+        self._payloads_of.clear()
         self._copies = None
         self.image.close()
 

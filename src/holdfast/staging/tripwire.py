@@ -36,7 +36,7 @@ SPOTS_MAX: Final = 4096
 """With more tensors than this only some have a spot: reading one takes a fraction of a microsecond."""
 
 _version = attrgetter("_version")
-_local = attrgetter("_local_tensor")
+_nbytes = attrgetter("nbytes")
 _address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 _is_contiguous: Callable[[torch.Tensor], bool] = torch.Tensor.is_contiguous
 
@@ -98,10 +98,10 @@ class WatchList:
                 )
 
     def _choose_spots(self, held: Sequence[torch.Tensor]) -> None:
-        readable = [index for index, tensor in enumerate(held) if _can_read(tensor)]
-        stride = -(-len(readable) // SPOTS_MAX) or 1
-        self._spots = [(index, offset) for index in readable[::stride] for offset in _offsets(held[index].nbytes)]
-        self._spotted = readable[::stride]
+        large_enough = [index for index, nbytes in enumerate(map(_nbytes, held)) if nbytes >= WORD_BYTES]
+        stride = -(-len(large_enough) // SPOTS_MAX) or 1
+        self._spotted = [index for index in large_enough[::stride] if _can_read(held[index])]
+        self._spots = [(index, offset) for index in self._spotted for offset in _offsets(held[index].nbytes)]
 
 
 class Marks:
@@ -156,7 +156,6 @@ def _can_read(tensor: torch.Tensor) -> bool:
         and tensor.is_contiguous()
         and not tensor.dtype.is_complex  # may be a conjugate view, whose copy has other bits
         and not tensor.is_neg()
-        and tensor.nbytes >= WORD_BYTES
     )
 
 
