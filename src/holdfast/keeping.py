@@ -38,7 +38,7 @@ class Keeper:
 
     def apply_retention(self, remove: Callable[[str], None]) -> None:
         """Delete what the policy no longer keeps; after every publish. Raises nothing: what fails is tried again."""
-        if self._keep is None:
+        if self._keep is None or self._keep.last is None:
             return
         try:
             entries = self._entries()

@@ -14,7 +14,7 @@ from _stored import one_rank
 from torch import nn
 
 from holdfast.errors import ConfigError
-from holdfast.state.entries import local_tensor
+from holdfast.state.entries import TensorGuard, local_tensor
 from holdfast.state.per_rank import PerRank
 from holdfast.state.rng import RNG
 from holdfast.state.structure import structure_of
@@ -439,6 +439,27 @@ def test_a_plain_tensor_of_another_shape_is_a_change() -> None:
     tree.collect()
     state["x"] = torch.zeros(3)
     assert not tree.collect().unchanged
+
+
+@pytest.mark.parametrize("count", [3, 5_000], ids=["few", "many"])
+@pytest.mark.parametrize("change", ["shape", "dtype", "device"])
+def test_memory_that_is_swapped_for_another_kind_is_seen(change: str, count: int) -> None:
+    class Swappable:
+        """As far as a guard looks; ``.data = ...`` to another device needs one."""
+
+        def __init__(self) -> None:
+            self.shape, self.dtype, self.device, self.nbytes = (4,), torch.float16, torch.device("cpu"), 8
+
+    tensors: list[Any] = [Swappable() for _ in range(count)]
+    guard = TensorGuard(tensors)
+    assert guard.stands()
+    if change == "shape":
+        tensors[-1].shape, tensors[-1].nbytes = (5,), 10
+    elif change == "dtype":
+        tensors[-1].dtype = torch.bfloat16
+    else:
+        tensors[-1].device = torch.device("cuda", 0)
+    assert not guard.stands()
 
 
 def test_many_collections_leave_nothing_behind() -> None:

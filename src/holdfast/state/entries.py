@@ -126,11 +126,11 @@ def is_large(tensor: torch.Tensor) -> bool:
 
 
 class TensorGuard:
-    """Notices that tensor objects, unchanged in identity, have changed in shape, dtype or placement (``.data = ...``).
+    """Notices that tensor objects, unchanged in identity, have changed in shape, dtype, device or placement.
 
-    Reading one attribute of a tensor costs over 100 ns when there are too many for the cache, so above 4,096 tensors
-    only their size in bytes is compared. A change that keeps it (a transpose, float16 to bfloat16) is then left to
-    the stager, which sees each tensor anyway and refuses one that isn't as planned.
+    That is what ``.data = ...`` does, and with it ``module.to(...)``. Comparing shapes is what costs: above 4,096
+    tensors their size in bytes stands in for it. A transpose is then left to the stager, which refuses a tensor that
+    isn't as planned.
     """
 
     __slots__ = ("_dtensors", "_extents", "_look", "_specs", "_tensors")
@@ -138,7 +138,7 @@ class TensorGuard:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = list(tensors)
         few = len(self._tensors) <= _FULL_CHECK_TENSORS
-        self._look = attrgetter("shape", "dtype") if few else attrgetter("nbytes")
+        self._look = attrgetter("shape" if few else "nbytes", "dtype", "device")
         self._extents: list[Any] = list(map(self._look, self._tensors))
         self._dtensors = [tensor for tensor in self._tensors if compat.is_dtensor(tensor)]
         self._specs = list(map(compat.dtensor_spec, self._dtensors))

@@ -314,7 +314,7 @@ def _describe(entry: TensorEntry) -> tuple[Any, ...]:
     tensor = entry.tensor
     if compat.is_dtensor(tensor):
         return entry.name, tensor.shape, tensor.dtype, tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
-    return entry.name, tensor.shape, tensor.dtype
+    return entry.name, tensor.shape, tensor.dtype, tensor.device
 
 
 def _same_tensors(left: Sequence[TensorEntry], right: Sequence[TensorEntry]) -> bool:
