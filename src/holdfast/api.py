@@ -216,7 +216,7 @@ class _SaveSession:
 
     def close(self) -> None:
         """Let the save end, then release everything."""
-        saver, self._saver = self._saver, None
+        saver = self._saver
         if saver is not None and not saver.is_ours:
             return  # a forked child: all of this is its parent's
         try:
@@ -224,7 +224,8 @@ class _SaveSession:
                 unguard_updates(saver)
                 saver.close(None)
         finally:
-            lock, self._lock = self._lock, None
-            if lock is not None:
-                lock.release()
-            self._group.board.close()
+            if saver is None or saver.has_ended:  # else some thread may still publish: nobody else may write there
+                lock, self._lock = self._lock, None
+                if lock is not None:
+                    lock.release()
+                self._group.board.close()

@@ -88,8 +88,8 @@ class Delivery:
         try:
             report = self._persist(capture, attempt)
         except BaseException as error:  # noqa: BLE001 - becomes this rank's vote, and is raised by settle's outcome
-            self._stop_engine_work(attempt)
-            unreported = AbortReason.of(error, rank=self._group.rank, unreported=True)
+            stopped = self._stop_engine_work(attempt)
+            unreported = AbortReason.of(error, rank=self._group.rank, unreported=stopped)
         else:
             attempt.report(report)
         reported = time.perf_counter()
@@ -246,10 +246,17 @@ class Delivery:
         self._engine_plan = (plan, number)
         return number
 
-    def _stop_engine_work(self, attempt: Attempt) -> None:
-        """Make sure that the engine writes no report for this attempt any more: it confirms, or it is killed."""
-        with contextlib.suppress(HoldfastError):  # a killed one is started again by the next attempt
+    def _stop_engine_work(self, attempt: Attempt) -> bool:
+        """Have the engine write no report for this attempt any more; it confirms, or is killed, and starts anew later.
+
+        False if not even that can be confirmed: it may hang in the system, and write one yet.
+        """
+        try:
             self._engine.cancel(attempt.id, timeout_s=10.0)
+        except HoldfastError as error:
+            _log.warning("attempt %s: %s", attempt.id, error)
+            return False
+        return True
 
 
 def write_plan(plan: DeliveryPlan, buffer: CaptureBuffer) -> dict[str, Any]:

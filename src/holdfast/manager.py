@@ -302,13 +302,11 @@ class CheckpointManager:
         self._set_pin(step, pinned=False)
 
     def close(self, timeout: float | None = None) -> None:
-        """Let what is in flight end, then release everything; idempotent.
+        """Let what is in flight end, then release everything; idempotent, and if interrupted goes on when called again.
 
         timeout: seconds, None for the sum of the configured deadlines. Raises `DeadlineExceeded`, and the failures
         that nobody has been told yet, as `on_error` says; the manager is closed all the same.
         """
-        if self._closed:
-            return
         self._closed = True
         if self._saver is not None and not self._saver.is_ours:
             return  # a forked child: all of this is its parent's
@@ -338,6 +336,8 @@ class CheckpointManager:
         )
 
     def _let_go(self) -> None:
+        if self._saver is not None and not self._saver.has_ended:
+            return  # some thread may still publish, so nobody else may write here
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.release()

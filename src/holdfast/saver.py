@@ -55,6 +55,10 @@ REMOVAL_GRACE_S: Final = 30.0
 """How long `close` waits for deleted checkpoints to be gone from the disk."""
 IDLE_GRACE_S: Final = 60.0
 """How long the memory of a capture that was given up waits for copies that were under way."""
+ENGINE_GRACE_S: Final = 10.0
+"""How long `close` lets an engine finish what is staged and verified."""
+THREAD_GRACE_S: Final = 5.0
+"""How long `close` waits for its threads, which by then have nothing left to wait for."""
 EXIT_GRACE_S: Final = 60.0
 """How long an interpreter that exits without `close` waits for what is in flight."""
 
@@ -210,27 +214,40 @@ class Saver:
     def close(self, timeout_s: float | None, *, exiting: bool = False) -> None:
         """Let what is in flight end, then stop threads and engine; idempotent. Raises `DeadlineExceeded` after it.
 
-        exiting: this process is about to end, so an engine that is late is left to finish as if it had died.
+        What has not ended after ``timeout_s`` is given up. exiting: this process is about to end, so an engine that is
+        late is left to finish as if the process had died. Interrupted, it can be called again.
         """
-        if self._closed or not self.is_ours:
+        if self.has_ended or not self.is_ours:
             return
         self._closed = True
+        self._at_exit()  # once somebody has begun to wait, interpreter exit does not begin again
         self._to_stage.put(None)  # nothing follows: other ranks needn't wait until what is in flight has ended
         late: DeadlineExceeded | None = None
         try:
             self.wait(timeout_s)
         except DeadlineExceeded as error:
             late = error
-        self._at_exit()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(5.0)
+        if late is not None and not exiting:
+            self._engine.close(ENGINE_GRACE_S)  # first of all, so that attempts fail while other ranks can be told
+        self._join()
         self._stager.close()
-        self._delivery.close(REMOVAL_GRACE_S)
+        self._delivery.close(0.0 if late is not None else REMOVAL_GRACE_S)
         if late is None or not exiting:
-            self._engine.close(10.0)
+            self._engine.close(ENGINE_GRACE_S)
+            self._join()
         if late is not None:
             raise late
+
+    def _join(self) -> None:
+        deadline = time.monotonic() + THREAD_GRACE_S
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    @property
+    def has_ended(self) -> bool:
+        """Closed, and no thread is left that could still publish: the root may be somebody else's."""
+        return self._closed and not any(thread.is_alive() for thread in self._threads)
 
     @property
     def is_ours(self) -> bool:

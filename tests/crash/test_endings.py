@@ -216,6 +216,24 @@ def test_opening_and_closing_leaves_nothing(tmp_path: Path) -> None:
     assert engines_of(os.getpid()) == []
 
 
+def test_what_close_did_not_wait_for_is_over_when_it_returns(tmp_path: Path) -> None:
+    """The lock is free then: nothing of the old session may touch the root any more."""
+    config = holdfast.CheckpointConfig(io_limit_bytes_per_s=1 << 20)
+    manager = holdfast.CheckpointManager(tmp_path, {"w": torch.ones(5 << 20)}, config=config)
+    handle = manager.save(1)
+    deadline = time.monotonic() + SOON_S
+    while handle.stage != "persisting":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with pytest.raises(holdfast.DeadlineExceeded):
+        manager.close(0.1)
+    assert handle.done()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("holdfast")]
+    assert [name for name in os.listdir(tmp_path) if not name.endswith(".trash")] == [".holdfast"]
+    assert isinstance(handle.exception(), holdfast.SaveFailed)
+    assert check_next_start(tmp_path) == ([], [])
+
+
 def interrupt(*_args: object, **_options: object) -> None:
     raise KeyboardInterrupt
 

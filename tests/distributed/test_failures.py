@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 import warnings
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from holdfast.errors import (
     CheckpointNotFound,
     ConfigError,
     DeadlineExceeded,
+    EngineDied,
     HoldfastError,
     SaveFailed,
     StateMismatch,
@@ -188,6 +190,26 @@ def failures_keep_ranks_in_step(root: Path) -> None:
         manager.wait()
         assert raised == 1
         assert manager.steps() == [1, 2, 4, 5, 6, 7, 8]
+
+
+def an_engine_that_dies_on_one_rank(root: Path) -> None:
+    """In the middle of writing, which a limit makes slow; then it is replaced."""
+    state = {"w": distribute_tensor(torch.ones(2, 3 << 18), mesh_of(2), [Shard(0)], src_data_rank=None)}
+    slow = config(io_limit_bytes_per_s=1 << 20, staging="eager", on_error="warn")
+    with holdfast.CheckpointManager(root / "engine", state, config=slow) as manager:
+        with soon():
+            handle = manager.save(1)
+            if dist.get_rank() == 1:
+                while not list((root / "engine").glob(".step-1.*.incomplete/__1_0.distcp")):
+                    time.sleep(0.005)
+                os.kill(manager._saver._engine.pid, signal.SIGKILL)
+            error = handle.exception(TIMEOUT_S)
+        assert isinstance(error, SaveFailed)
+        assert isinstance(error.__cause__, EngineDied)
+        assert error.rank == 1
+        with pytest.warns(UserWarning, match="rank 1"):
+            manager.save(2).result(TIMEOUT_S)
+        assert manager.steps() == [2]
 
 
 def paths_that_ranks_do_not_share(root: Path) -> None:
@@ -382,6 +404,7 @@ CHECKS = [
     arguments_that_one_rank_gets_wrong,
     shapes_that_ranks_disagree_on,
     failures_keep_ranks_in_step,
+    an_engine_that_dies_on_one_rank,
     paths_that_ranks_do_not_share,
     a_shape_that_differs_on_one_rank,
     a_state_that_one_rank_does_not_take_back,
