@@ -102,6 +102,7 @@ class Job:
             assert steps == []
 
 
+@pytest.mark.slow  # a minute of waiting for deadlines; on a loaded machine a rank may be lost before the other is up
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("store_elsewhere", [False, True], ids=["store on rank 0", "store elsewhere"])
 def test_the_other_rank_is_told(nursery: Nursery, tmp_path: Path, *, store_elsewhere: bool) -> None:
