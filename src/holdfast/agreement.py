@@ -241,13 +241,15 @@ class _Vote(msgspec.Struct, frozen=True):
 class Votes:
     """Votes on the training thread, of a load or a start: everyone is fine, or everyone gets the first rank's error.
 
-    Every rank calls the same methods in the same order.
+    Every rank calls the same methods in the same order, and then `leave`.
     """
 
     def __init__(self, board: Board) -> None:
         self._board = board
         self._number = 0
         self._swept = 1
+        self._settled = 1
+        """The number of the last `settle`: when it was counted, all earlier votes were swept."""
 
     def share(self, value: bytes | None, error: BaseException | None, *, timeout_s: float) -> bytes:
         """The coordinator's ``value`` on every rank, or its error; other ranks pass None for both."""
@@ -278,6 +280,7 @@ class Votes:
         ``unexpected`` on every rank: with pipeline stages, what one rank doesn't know belongs to another.
         """
         board, key = self._board, self._next_key()
+        self._settled = self._number
         mine = _Vote(None if error is None else AbortReason.of(error, rank=board.rank), tuple(unexpected), target)
         try:
             board.set(f"{key}/{board.rank}", msgspec.msgpack.encode(mine))
@@ -324,11 +327,26 @@ class Votes:
     def _sweep(self) -> None:
         """Delete the keys of earlier votes: every rank has left them behind, as all have voted now."""
         for left in range(self._swept, self._number):
-            key = f"vote/{left}"
-            forget_arrivals(self._board, key)
-            for name in (key, f"{key}/verdict", *(f"{key}/{rank}" for rank in range(self._board.world))):
-                self._board.delete(name)
+            self._forget(left)
         self._swept = self._number
+
+    def leave(self) -> None:
+        """Vote no more; the last rank to leave deletes what is left of the votes. Doesn't wait and never raises."""
+        board = self._board
+        try:
+            if board.add("votes/left") < board.world:
+                return
+            for left in range(self._settled, self._number + 1):
+                self._forget(left)
+            board.delete("votes/left")
+        except HoldfastError:
+            return
+
+    def _forget(self, number: int) -> None:
+        key = f"vote/{number}"
+        forget_arrivals(self._board, key)
+        for name in (key, f"{key}/verdict", *(f"{key}/{rank}" for rank in range(self._board.world))):
+            self._board.delete(name)
 
     def _next_key(self) -> str:
         self._number += 1

@@ -341,6 +341,7 @@ class CheckpointManager:
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.release()
+        self._votes.leave()
         self._group.board.close()
 
     def _tree_of(self, state: Mapping[str, Any], *, auto_rng: bool) -> StateTree:

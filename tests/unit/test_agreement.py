@@ -7,7 +7,7 @@ import time
 import pytest
 from _protocol import run_ranks
 
-from holdfast.agreement import Agreement, Ballot
+from holdfast.agreement import Agreement, Ballot, Votes
 from holdfast.coordination import LocalBoard
 from holdfast.errors import DeadlineExceeded, SaveFailed
 from holdfast.plan.structure import Structure, digest_of, encode_structure
@@ -83,3 +83,23 @@ def test_leaving_a_board_that_is_lost_is_quiet():
     board = LocalBoard()
     board.close()
     Agreement(board).leave()
+
+
+@pytest.mark.parametrize("failing", [None, 0, 2])
+def test_nothing_stays_of_votes_when_all_have_left(failing):
+    boards = LocalBoard.of_world(3)
+
+    def act(rank):
+        votes = Votes(boards[rank])
+        try:
+            votes.settle(timeout_s=SOON_S)
+            votes.share(b"x" if rank == 0 else None, None, timeout_s=SOON_S)
+            votes.settle(OSError("no") if rank == failing else None, timeout_s=SOON_S)
+            votes.share(b"y" if rank == 0 else None, None, timeout_s=SOON_S)
+        finally:
+            votes.leave()
+        return rank
+
+    results = run_ranks(act, 3)
+    assert results == [0, 1, 2] if failing is None else all(isinstance(result, Exception) for result in results)
+    assert boards[0].keys() == []
