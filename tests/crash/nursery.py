@@ -141,6 +141,7 @@ class Nursery:
             for line in lines:
                 kind, pid, status = json.loads(line)
                 if kind == "started":
+                    self.ended.pop(pid, None)  # of an earlier process that had this number
                     self._started.append(pid)
                 else:
                     self.ended[pid] = os.waitstatus_to_exitcode(status)
