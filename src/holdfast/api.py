@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from holdfast.agreement import Votes
@@ -20,7 +19,7 @@ from holdfast.errors import ConfigError
 from holdfast.group import open_group
 from holdfast.loader import LoadOptions, load_state
 from holdfast.optimizer_hook import guard_updates, unguard_updates
-from holdfast.recovery import recover
+from holdfast.recovery import recover_one
 from holdfast.saver import Saver
 from holdfast.state.tree import StateTree
 from holdfast.storage.local import LocalStorage, create_root
@@ -111,9 +110,9 @@ def load(
     group = open_group(process_group, purpose="load")
     error: BaseException | None = None
     target = ""
+    votes = Votes(group.board)
     try:
         timeout_s = checked_seconds("timeout", timeout)
-        votes = Votes(group.board)
         try:
             target = checked_path(path, field="path")
             tree = StateTree(state, rank=group.rank, world=group.world, group_ranks=group.ranks)
@@ -123,6 +122,7 @@ def load(
         options = LoadOptions(strict=strict, verify=verify, timeout_s=timeout_s)
         return load_state(tree, lambda: target, group, votes, options)
     finally:
+        votes.leave()
         group.board.close()
 
 
@@ -169,6 +169,7 @@ class _SaveSession:
         # First of all: ranks number their sessions, also one whose arguments are refused.
         self._group = group = open_group(process_group, purpose="save")
         timeout_s = checked_seconds("timeout", timeout)
+        self._votes = Votes(group.board)
         self._target = ""
         self._lock: RootLock | None = None
         self._saver: Saver | None = None
@@ -188,7 +189,7 @@ class _SaveSession:
             keep=None, in_flight=1, stage_timeout=timeout_s, persist_timeout=timeout_s, commit_timeout=timeout_s
         )
         try:
-            Votes(group.board).settle(error, target=self._target, timeout_s=timeout_s)
+            self._votes.settle(error, target=self._target, timeout_s=timeout_s)
             self._saver = Saver(LocalStorage(os.path.dirname(self._target)), group, config)
         except BaseException:
             self.close()
@@ -201,13 +202,7 @@ class _SaveSession:
         create_root(parent)
         # An `async_save` of this very process may still be letting go of it.
         self._lock = RootLock.acquire_beside(self._target, timeout_s=min(timeout_s, LOCK_PATIENCE_S))
-        recover(
-            LocalStorage(parent),
-            clock=time.monotonic,
-            sleep=time.sleep,
-            matches=lambda found: found == name,
-            timeout_s=timeout_s,
-        )
+        recover_one(LocalStorage(parent), name, timeout_s=timeout_s)
 
     def start(self) -> SaveHandle:
         if self._saver is None:
@@ -228,4 +223,5 @@ class _SaveSession:
                 lock, self._lock = self._lock, None
                 if lock is not None:
                     lock.release()
+                self._votes.leave()
                 self._group.board.close()

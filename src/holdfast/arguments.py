@@ -27,6 +27,15 @@ def checked_path(path: object, *, field: str) -> str:
     return absolute
 
 
+def is_path(path: object) -> bool:
+    """Whether `checked_path` would take ``path``."""
+    try:
+        checked_path(path, field="path")
+    except ConfigError:
+        return False
+    return True
+
+
 def checked_step(step: object) -> None:
     """`ConfigError` unless ``step`` is an integer >= 0."""
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import functools
 import logging
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -111,6 +112,13 @@ def recover(
     """
     return _Recovery(storage, clock, sleep, look or _look_at(storage), remove or storage.remove_tree).run(
         matches, lease_quiet_s, timeout_s
+    )
+
+
+def recover_one(storage: Storage, name: str, *, timeout_s: float) -> RecoveryReport:
+    """`recover` what saves to ``name`` have left, by this machine's clock; looks at nothing else in the directory."""
+    return recover(
+        storage, clock=time.monotonic, sleep=time.sleep, matches=lambda found: found == name, timeout_s=timeout_s
     )
 
 

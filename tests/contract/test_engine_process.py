@@ -13,7 +13,7 @@ import pytest
 from holdfast.engine import messages
 from holdfast.engine.client import EngineClient
 from holdfast.errors import DeadlineExceeded, EngineDied, StorageError
-from holdfast.testing.engine import LEASE_NAME, REPORT_NAME, Sample
+from holdfast.testing.engine import REPORT_NAME, Sample, persist
 
 MB = 1 << 20
 WAIT_S = 30
@@ -45,23 +45,6 @@ def fd_count(pid="self"):
 def memory_kib(pid, field):
     with open(f"/proc/{pid}/status") as file:
         return int(re.search(rf"^{field}:\s+(\d+) kB", file.read(), re.MULTILINE)[1])
-
-
-def persist(client, directory, image, plan, attempt="t1"):
-    dir_fd = os.open(directory, os.O_RDONLY)
-    try:
-        client.persist(
-            dir_fd,
-            attempt=attempt,
-            plan=plan,
-            image=image,
-            step=7,
-            world=1,
-            report_name=REPORT_NAME,
-            lease_name=LEASE_NAME,
-        )
-    finally:
-        os.close(dir_fd)
 
 
 def run_trainer(code, *args, timeout_s=30, **options):
@@ -103,7 +86,7 @@ def test_64_mib_arrive_with_their_checksums_in_little_memory(client, tmp_path):
     client.staging_verified("t1")
     reported = client.wait_reported("t1", WAIT_S)
     report = sample.check(tmp_path)
-    assert (report.attempt, report.step, report.rank, report.world) == ("t1", 7, 0, 1)
+    assert (report.attempt, report.step, report.rank, report.world) == ("t1", 7, 0, 6)
     assert reported.size == (tmp_path / REPORT_NAME).stat().st_size
     assert reported.nbytes == 64 * MB
     assert client.progress("t1") == (64 * MB, 64 * MB)

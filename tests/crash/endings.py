@@ -6,6 +6,7 @@ while, unless it says otherwise.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -177,13 +178,7 @@ def fork_a_child_that_exits(root: str, log: str) -> None:
     """A child that runs the exit handlers it inherited, as one made by `os.fork` does."""
     begin(root, log)
     began = time.monotonic()
-    pid = os.fork()
-    if pid == 0:
-        sys.exit(0)
-    _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-    assert time.monotonic() - began < 5, "the child waited for a save that isn't its own"
-    note("ending")
+    _reap_child(os.fork(), began, within_s=5)
 
 
 def fork_a_child_that_closes(root: str, log: str) -> None:
@@ -191,11 +186,16 @@ def fork_a_child_that_closes(root: str, log: str) -> None:
     began = time.monotonic()
     with begin(root, log):
         pid = os.fork()
+    _reap_child(pid, began, within_s=10)
+
+
+def _reap_child(pid: int, began: float, *, within_s: float) -> None:
+    """In the child: exit. In its parent: see it gone, and soon."""
     if pid == 0:
         sys.exit(0)
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
-    assert time.monotonic() - began < 10, "the child waited for a save that isn't its own"
+    assert time.monotonic() - began < within_s, "the child waited for a save that isn't its own"
     note("ending")
 
 
@@ -216,6 +216,28 @@ def leave_the_group_before_closing(root: str, log: str) -> None:
 def leave_the_group_and_end(root: str, log: str) -> None:
     begin(root, log)
     dist.destroy_process_group()
+    note("ending")
+
+
+def open_and_close_often(root: str, log: str) -> None:
+    """Nothing of a manager, and nothing of a single save, stays in the process or on the group's Store."""
+    _, world = start(log)
+    state, store = build(world), dist.distributed_c10d._get_default_store()
+    held = []
+    for step in range(1, 7):
+        with holdfast.CheckpointManager(root, state, config=config(every=1)) as manager:
+            manager.restore()
+            manager.step(step)
+        holdfast.save(state, Path(root) / "one", overwrite=True)
+        gc.collect()
+        dist.barrier()
+        # Newer versions of torch can list them.
+        keys = [key for key in store.list_keys() if "holdfast" in key] if hasattr(store, "list_keys") else []
+        threads = sorted(thread.name for thread in threading.enumerate())
+        held.append([len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), threads, keys])
+        dist.barrier()
+    assert held[1:] == held[1:2] * 5, held
+    assert held[1][3] == [], held
     note("ending")
 
 

@@ -14,7 +14,7 @@ from holdfast.engine.client import EngineClient
 from holdfast.engine.launch import launch
 from holdfast.errors import EngineDied, StorageError
 from holdfast.storage.lease import observe
-from holdfast.testing.engine import LEASE_NAME, REPORT_NAME, Sample
+from holdfast.testing.engine import LEASE_NAME, REPORT_NAME, Sample, persist
 
 MB = 1 << 20
 WAIT_S = 30
@@ -39,23 +39,6 @@ def make_client():
     yield make
     for client in clients:
         client.close()
-
-
-def persist(client, directory, image, plan, attempt="t1"):
-    dir_fd = os.open(directory, os.O_RDONLY)
-    try:
-        client.persist(
-            dir_fd,
-            attempt=attempt,
-            plan=plan,
-            image=image,
-            step=7,
-            world=6,
-            report_name=REPORT_NAME,
-            lease_name=LEASE_NAME,
-        )
-    finally:
-        os.close(dir_fd)
 
 
 def wait_written(client, attempt="t1"):
@@ -274,7 +257,7 @@ TRAINER = """
 import os, subprocess, sys, time
 from holdfast.engine.client import EngineClient
 from holdfast.engine.launch import launch
-from holdfast.testing.engine import LEASE_NAME, REPORT_NAME, Sample
+from holdfast.testing.engine import LEASE_NAME, REPORT_NAME, Sample, persist
 sample = Sample([4 << 20, 4 << 20])
 client = EngineClient(0, {options})
 image, plan = sample.register(client)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Final
 
@@ -42,7 +41,7 @@ from holdfast.format.manifest import (
 )
 from holdfast.format.sealed import xxh3_128
 from holdfast.publish import clear_scaffolding, finish_manifest, note_overwritten, publish, withdraw
-from holdfast.recovery import recover
+from holdfast.recovery import recover_one
 from holdfast.root import attempt_id, hidden_name, is_occupied
 from holdfast.storage.lease import LEASE_PREFIX, hold, new_record
 from holdfast.storage.local import LocalStorage, create_root
@@ -111,13 +110,7 @@ class DcpAttempt:
         _take_over(target)
         lock = RootLock.acquire_beside(target)
         try:
-            recover(
-                LocalStorage(parent),
-                clock=time.monotonic,
-                sleep=time.sleep,
-                matches=lambda found: found == name,
-                timeout_s=timeout_s,
-            )
+            recover_one(LocalStorage(parent), name, timeout_s=timeout_s)
             if not overwrite:
                 refuse_occupied(target)
             attempt = cls(target, _manifest(name, world, step, metrics), lock, overwrite=overwrite)

@@ -32,9 +32,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from holdfast import events
-from holdfast.arguments import checked_path
+from holdfast.arguments import checked_path, is_path
 from holdfast.boxes import Box, whole
-from holdfast.errors import CheckpointNotFound, ConfigError, StateMismatch
+from holdfast.errors import CheckpointNotFound, StateMismatch
 from holdfast.opening import open_source
 from holdfast.plan.read import Want, plan_reads
 from holdfast.reading import Destination, read_into
@@ -76,11 +76,7 @@ class Reader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether ``checkpoint_id`` can be a directory."""
-        try:
-            checked_path(checkpoint_id, field="checkpoint_id")
-        except ConfigError:
-            return False
-        return True
+        return is_path(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Read from ``checkpoint_id`` from now on, where one is given."""

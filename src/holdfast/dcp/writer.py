@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from holdfast import _torch_compat as compat
-from holdfast.arguments import checked_metrics, checked_path, checked_step
+from holdfast.arguments import checked_metrics, checked_path, checked_step, is_path
 from holdfast.dcp.attempt import DcpAttempt, refuse_occupied
 from holdfast.dcp.share import Assignment, check_items, open_directory, write_share
 from holdfast.engine.executor import WriteOptions
@@ -120,11 +120,7 @@ class Writer(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether ``checkpoint_id`` can be a directory."""
-        try:
-            checked_path(checkpoint_id, field="checkpoint_id")
-        except ConfigError:
-            return False
-        return True
+        return is_path(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self._path, save_id=self._save_id)

@@ -19,7 +19,7 @@ import os
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from holdfast.engine import messages
 from holdfast.engine.launch import REAP_S, launch
@@ -36,6 +36,7 @@ EXIT_S: Final = 1.0
 """How long interpreter exit waits for an engine to leave; one that finishes something is left to it."""
 KEPT_OUTCOMES: Final = 32
 """Ended attempts, and ended removals, whose outcome can still be asked for."""
+Outcome = TypeVar("Outcome")
 _log = logging.getLogger("holdfast.engine")
 
 
@@ -193,31 +194,11 @@ class EngineClient:
 
     def wait_persisted(self, attempt: str, timeout_s: float) -> messages.Persisted:
         """Wait until all files of ``attempt`` are durable; raises `StorageError`, `EngineDied`, `DeadlineExceeded`."""
-        record = self._attempts[attempt]
-        self._wait(
-            lambda: record.persisted is not None or record.cancelled,
-            lambda: record.error,
-            f"the engine to persist attempt {attempt}",
-            timeout_s,
-            record,
-        )
-        if record.persisted is None:
-            raise EngineDied(f"attempt {attempt} was cancelled on rank {self.rank}", rank=self.rank)
-        return record.persisted
+        return self._wait_outcome(attempt, "persist", lambda record: record.persisted, timeout_s)
 
     def wait_reported(self, attempt: str, timeout_s: float) -> messages.Reported:
         """Wait until the report of ``attempt`` is durable; raises as `wait_persisted` does."""
-        record = self._attempts[attempt]
-        self._wait(
-            lambda: record.reported is not None or record.cancelled,
-            lambda: record.error,
-            f"the engine to report attempt {attempt}",
-            timeout_s,
-            record,
-        )
-        if record.reported is None:
-            raise EngineDied(f"attempt {attempt} was cancelled on rank {self.rank}", rank=self.rank)
-        return record.reported
+        return self._wait_outcome(attempt, "report", lambda record: record.reported, timeout_s)
 
     def cancel(self, attempt: str, timeout_s: float = 5.0) -> None:
         """Stop ``attempt``: when this returns, a report of it is there already (see `wait_reported`) or never will be.
@@ -361,6 +342,22 @@ class EngineClient:
                 )
             if not done() and (error := failure()) is not None:
                 raise error
+
+    def _wait_outcome(
+        self, attempt: str, doing: str, outcome: Callable[[AttemptProgress], Outcome | None], timeout_s: float
+    ) -> Outcome:
+        record = self._attempts[attempt]
+        self._wait(
+            lambda: record.cancelled or outcome(record) is not None,
+            lambda: record.error,
+            f"the engine to {doing} attempt {attempt}",
+            timeout_s,
+            record,
+        )
+        found = outcome(record)
+        if found is None:
+            raise EngineDied(f"attempt {attempt} was cancelled on rank {self.rank}", rank=self.rank)
+        return found
 
     def _wait_gone(self, link: Link) -> None:
         """Wait until a link that is being ended has ended. Raises `DeadlineExceeded`."""

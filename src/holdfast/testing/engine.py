@@ -107,3 +107,23 @@ class Sample:
 
 def _sum(data: memoryview) -> bytes:
     return xxhash.xxh3_64_intdigest(data).to_bytes(8, "little")
+
+
+def persist(
+    client: EngineClient, directory: str | os.PathLike[str], image: int, plan: int, attempt: str = "t1"
+) -> None:
+    """Start persisting into ``directory``, as one rank of six at step 7; returns when the engine has been told."""
+    dir_fd = os.open(directory, os.O_RDONLY)
+    try:
+        client.persist(
+            dir_fd,
+            attempt=attempt,
+            plan=plan,
+            image=image,
+            step=7,
+            world=6,
+            report_name=REPORT_NAME,
+            lease_name=LEASE_NAME,
+        )
+    finally:
+        os.close(dir_fd)
