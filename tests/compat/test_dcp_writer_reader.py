@@ -20,13 +20,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import staging, state_dict_saver
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItemType
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
@@ -563,8 +562,10 @@ def alone(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("alone")
 def test_async_save_on_a_thread(tmp_path: Path) -> None:
     """Repeated with one writer and one caching stager, as a training loop does."""
+    if not hasattr(staging, "DefaultStager"):
+        pytest.skip("this torch stages in another way")
     state, writer = make(), Writer(tmp_path / "s0")
-    stager = DefaultStager(StagingOptions(False, False, False, False))
+    stager = staging.DefaultStager(staging.StagingOptions(False, False, False, False))
     for number in range(3):
         path = tmp_path / f"s{number}"
         response = dcp.async_save(state, storage_writer=writer, checkpoint_id=path, async_stager=stager)
@@ -575,7 +576,9 @@ def test_async_save_on_a_thread(tmp_path: Path) -> None:
 
 
 def save_over_there(writer: Writer) -> Any:
-    return dcp.async_save(make(), storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS)
+    return dcp.async_save(
+        make(), storage_writer=writer, async_checkpointer_type=state_dict_saver.AsyncCheckpointerType.PROCESS
+    )
 
 
 def save_in_another_process(path: Path, store: Path) -> None:

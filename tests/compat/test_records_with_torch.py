@@ -30,8 +30,12 @@ def bytes_of(tensor):
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
+DTYPES = sorted(name for name in ITEMSIZE if hasattr(torch, name))
+"""Those that this torch has: older ones lack the newest."""
+
+
 @pytest.mark.parametrize("sizes", SHAPES)
-@pytest.mark.parametrize("dtype", sorted(ITEMSIZE))
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_stock_load_reads_a_rendered_record(dtype, sizes):
     raw = torch.randint(0, 2 if dtype == "bool" else 256, (payload_bytes(dtype, sizes),), dtype=torch.uint8)
     expected = tensor_of(raw, dtype, sizes)
@@ -72,11 +76,11 @@ def test_the_pickle_is_what_stock_save_writes_without_its_memo(dtype, sizes):
 
 
 def test_every_dtype_that_torch_saves_by_a_new_or_a_typed_storage_is_known():
-    known = {getattr(torch, name) for name in ITEMSIZE}
+    known = {getattr(torch, name) for name in DTYPES}
     quantized = {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4}
     assert set(torch.storage._dtype_to_storage_type_map()) | set(torch.storage._new_dtypes()) <= known | quantized
-    for name, itemsize in ITEMSIZE.items():
-        assert getattr(torch, name).itemsize == itemsize
+    for name in DTYPES:
+        assert getattr(torch, name).itemsize == ITEMSIZE[name]
 
 
 def write_sparse(path, dtype, sizes):
@@ -187,7 +191,7 @@ def test_what_an_older_numpy_pickled_loads():
     assert type(found["b"]) is np.float32
 
 
-@pytest.mark.parametrize("dtype", sorted(ITEMSIZE))
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_tensors_in_a_stock_object_come_back(dtype):
     raw = torch.randint(0, 2 if dtype == "bool" else 256, (48,), dtype=torch.uint8)
     tensor = tensor_of(raw, dtype, (48 // ITEMSIZE[dtype],))

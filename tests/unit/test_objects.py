@@ -214,7 +214,7 @@ def test_a_dumped_tensor_is_a_copy():
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@pytest.mark.parametrize("dtype", sorted(ITEMSIZE))
+@pytest.mark.parametrize("dtype", sorted(name for name in ITEMSIZE if hasattr(torch, name)))
 def test_tensors_of_every_dtype_come_back_bit_for_bit(dtype):
     raw = torch.arange(48, dtype=torch.uint8) % 2 if dtype == "bool" else torch.arange(48, dtype=torch.uint8)
     typed = torch.empty(0, dtype=getattr(torch, dtype))
