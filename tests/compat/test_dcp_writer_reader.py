@@ -129,7 +129,8 @@ def test_the_metadata_is_what_stock_writes(tmp_path: Path) -> None:
     assert ours.state_dict_metadata == stock.state_dict_metadata
     assert ours.planner_data == stock.planner_data
     assert set(ours.storage_data) == set(stock.storage_data)
-    assert ours.version == stock.version
+    if hasattr(stock, "version"):  # older torch writes none
+        assert ours.version == stock.version
     assert ours.storage_meta.checkpoint_id == str(tmp_path / "ours")
 
 
@@ -312,7 +313,7 @@ def test_planners_that_rename_and_commit(tmp_path: Path) -> None:
 
 def forget_plans() -> None:
     for cache in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata"):
-        getattr(SavePlanner, f"_cached_{cache}").clear()
+        getattr(SavePlanner, f"_cached_{cache}", {}).clear()  # older torch caches less
 
 
 @pytest.fixture

@@ -97,7 +97,8 @@ def test_the_metadata_of_a_save_is_what_stock_writes(tmp_path: Path) -> None:
     assert ours.state_dict_metadata == stock.state_dict_metadata
     assert ours.planner_data == stock.planner_data
     assert set(ours.storage_data) == set(stock.storage_data)
-    assert FileSystemReader(tmp_path / "holdfast").read_metadata().version == stock.version
+    if hasattr(stock, "version"):  # older torch writes none
+        assert FileSystemReader(tmp_path / "holdfast").read_metadata().version == stock.version
 
 
 # memory --------------------------------------------------------------------------------------------------------
