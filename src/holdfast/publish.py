@@ -86,9 +86,13 @@ def publish(storage: Storage, directory: str, name: str, attempt: str, *, overwr
             rename_once(storage, name, replaced)
             storage.sync_dir("")
         _rename_in(storage, directory, name, attempt)
-    except (StorageError, CheckpointExists):
-        if moved:
-            _put_back(storage, replaced, name)
+    except (StorageError, CheckpointExists) as error:
+        if moved and not _put_back(storage, replaced, name):
+            message = (
+                f"attempt {attempt} could not be given the name {storage.root}/{name}, and what was there could not be "
+                f"put back ({error}): both are whole, under hidden names"
+            )
+            raise OutcomeUnknown(message, attempt=attempt) from error
         raise
     try:
         storage.sync_dir("")
@@ -130,13 +134,23 @@ def _rename_in(storage: Storage, directory: str, name: str, attempt: str) -> Non
         raise
 
 
-def _put_back(storage: Storage, replaced: str, name: str) -> None:
+def _put_back(storage: Storage, replaced: str, name: str) -> bool:
+    """True if what was at ``name`` is there again, or still."""
     try:
-        if storage.exists(replaced) and not storage.exists(name):
-            storage.rename(replaced, name)
-            storage.sync_dir("")
+        if storage.exists(replaced):
+            if storage.exists(name):
+                _log.error("%s could not be put back: something else is at %s by now", replaced, name)
+                return False
+            rename_once(storage, replaced, name)
     except StorageError as error:
-        _log.error("%s could not be put back as %s; the next start does it: %s", replaced, name, error)
+        _log.error("%s could not be put back as %s; the next start settles it: %s", replaced, name, error)
+        return False
+    try:
+        storage.sync_dir("")
+    except StorageError as error:
+        # A power cut may take it back to the hidden name, from where a recovery puts it here again.
+        _log.warning("%s is at its name again, but that may not be durable: %s", name, error)
+    return True
 
 
 def _to_trash(storage: Storage, replaced: str, name: str, attempt: str) -> str:
