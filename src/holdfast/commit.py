@@ -361,6 +361,8 @@ class Attempt:
         if isinstance(note, InDoubt):
             raise OutcomeUnknown(note.message, attempt=self.id, step=self.step)
         if isinstance(note, Published):
+            if self.state is State.PERSISTING:
+                self._move(State.REPORTED)  # by an engine that died before it could say so
             self._move(State.COMMIT)
             self._move(State.PUBLISHED)
             return note
@@ -376,7 +378,6 @@ class Attempt:
             standing = self._news.vote(reason)
             if standing is not None:
                 reason = standing
-                self._move(State.ABORT)
             return self._learn(self._news.wait_end(self._deadlines.commit_s))
         except (DeadlineExceeded, BoardLost) as error:
             _log.warning("attempt %s: %s", self.id, error)

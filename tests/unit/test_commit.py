@@ -37,6 +37,7 @@ from holdfast.errors import (
     StorageError,
 )
 from holdfast.format.manifest import report_name
+from holdfast.recovery import recover
 from holdfast.root import read_manifest
 from holdfast.storage.local import LocalStorage
 from holdfast.testing.memory_storage import MemoryStorage
@@ -201,6 +202,28 @@ def test_a_refused_overwrite_puts_the_old_one_back():
     assert read_manifest(memory, "step-7").step == 7
 
 
+@pytest.mark.parametrize("taken", [False, True], ids=["refused", "name taken"])
+def test_an_old_one_that_cannot_be_put_back_is_no_certain_failure(taken):
+    memory = MemoryStorage()
+    save(memory, LocalBoard(), 7, plan=make_plan(7, 1))
+
+    def refuse(name, *args):
+        if name == "rename" and args[1] == "step-7":
+            if taken:
+                memory.make_dir("step-7")
+                memory.write_file("step-7/foreign", b"x")
+            raise refused(errno.EIO)
+
+    plan = make_plan(8, 1, overwrite=True, name="step-7")
+    with pytest.raises(OutcomeUnknown, match="put back"):
+        save(Stoppable(memory, refuse=refuse), LocalBoard(), 8, plan=plan)
+    hidden = {entry.rsplit(".", 1)[-1] for entry in memory.list_dir("") if entry.startswith(".")}
+    assert hidden == {"incomplete", "replaced"}
+    if not taken:
+        recover(memory, clock=time.monotonic, sleep=time.sleep, look=lambda _directory, _name: None)
+        assert read_manifest(memory, "step-7").step == 8
+
+
 def test_a_callback_before_publishing_votes():
     storage = MemoryStorage()
 
@@ -328,6 +351,21 @@ def test_a_report_written_by_a_dying_engine_leaves_the_failure_in_doubt():
 
     _, result = run_ranks(run, 2)
     assert isinstance(result, OutcomeUnknown)
+
+
+@pytest.mark.parametrize("reported", [False, True])
+def test_an_attempt_that_another_job_has_rolled_forward_is_published_also_for_a_rank_that_gave_it_up(reported):
+    """Rank 1's engine died as it reported, rank 0 is dead, and the next start of the job has found all reports."""
+    storage, plan = MemoryStorage(), make_plan(7, 2)
+    boards = LocalBoard.of_world(2)
+    attempts = run_ranks(lambda rank: begin(storage, boards, rank, plan if rank == 0 else None, BRIEF), 2)
+    lines = [persist(storage, attempts[0].directory, plan.attempt, 7, rank, 2) for rank in range(2)]
+    if reported:
+        attempts[1].report(lines[1])
+    storage.write_file(f"{attempts[0].directory}/.metadata", METADATA)
+    recover(storage, clock=time.monotonic, sleep=time.sleep, look=lambda _directory, _name: None)
+    reason = AbortReason.of(EngineDied("gone"), rank=1)
+    assert attempts[1].settle(unreported=reason) == Published("step-7", plan.attempt)
 
 
 def test_a_rank_in_doubt_finds_the_final_name():
