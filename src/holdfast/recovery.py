@@ -152,7 +152,7 @@ class _Recovery:
             found for entry in self.storage.list_dir("") if (found := parse_hidden(entry)) and matches(found.name)
         ]
         attempts = [entry for entry in hidden if entry.kind in {"incomplete", "recovering"}]
-        self._wait_quiet([entry.entry for entry in attempts], lease_quiet_s, timeout_s)
+        attempts = self._wait_quiet(attempts, lease_quiet_s, timeout_s)
         whole: list[tuple[Manifest, str, HiddenEntry]] = []
         for entry in attempts:
             self._guarded(entry, functools.partial(self._examine, entry, whole))
@@ -172,32 +172,47 @@ class _Recovery:
         try:
             settle()
         except HoldfastError as error:
-            _log.warning("%s/%s can't be settled now: %s", self.storage.root, entry.entry, error)
-            self.left.append(entry.entry)
+            self._leave(entry, str(error))
+
+    def _leave(self, entry: HiddenEntry, why: str) -> None:
+        _log.warning("%s/%s can't be settled now: %s", self.storage.root, entry.entry, why)
+        self.left.append(entry.entry)
 
     # waiting ---------------------------------------------------------------------------------------------------
 
-    def _wait_quiet(self, directories: Sequence[str], quiet_s: float, timeout_s: float) -> None:
-        """Wait until no lease in any of ``directories`` moves; past ``timeout_s`` go on regardless.
+    def _wait_quiet(self, attempts: Sequence[HiddenEntry], quiet_s: float, timeout_s: float) -> list[HiddenEntry]:
+        """Wait until no lease in any of ``attempts`` moves; past ``timeout_s`` go on regardless. Returns the readable.
 
         To go on is safe: what isn't whole is given up, and a late engine writes where nobody looks. To wait only
         spares the work of an engine that is about to finish.
         """
         deadline = self.clock() + timeout_s
         since: dict[tuple[str, str], tuple[lease.LeaseState, float]] = {}
+        readable = list(attempts)
         while True:
-            moving = [
-                f"{directory}/{name}"
-                for directory in directories
-                for name in self.storage.list_dir(directory)
-                if name.startswith(lease.LEASE_PREFIX) and not self._is_quiet(directory, name, since, quiet_s)
-            ]
+            moving: list[str] = []
+            for entry in list(readable):
+                try:
+                    moving += self._moving(entry.entry, since, quiet_s)
+                except HoldfastError as error:
+                    readable.remove(entry)
+                    self._leave(entry, str(error))
             if not moving:
-                return
+                return readable
             if self.clock() >= deadline:
                 _log.warning("still at work after %g s, not waited for any longer: %s", timeout_s, ", ".join(moving))
-                return
+                return readable
             self.sleep(min(_LOOK_S, max(0.0, deadline - self.clock())))
+
+    def _moving(
+        self, directory: str, since: dict[tuple[str, str], tuple[lease.LeaseState, float]], quiet_s: float
+    ) -> list[str]:
+        """The leases in ``directory`` that are not quiet yet."""
+        return [
+            f"{directory}/{name}"
+            for name in self.storage.list_dir(directory)
+            if name.startswith(lease.LEASE_PREFIX) and not self._is_quiet(directory, name, since, quiet_s)
+        ]
 
     def _is_quiet(
         self,

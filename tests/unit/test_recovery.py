@@ -321,6 +321,27 @@ def test_an_attempt_that_cannot_be_read_keeps_no_other_from_being_settled():
     assert start(memory).rolled_forward == ("step-5",)
 
 
+@pytest.mark.parametrize("kind", ["file", "lease is a link", "unlisted"])
+def test_an_attempt_that_cannot_be_looked_into_keeps_no_other_from_being_settled(tmp_path, kind):
+    storage = LocalStorage(tmp_path)
+    left_behind(storage, 6)
+    broken = hidden_name("step-5", "0123456789ab", "incomplete")
+    if kind == "file":
+        (tmp_path / broken).write_text("?")
+    else:
+        (tmp_path / broken).mkdir()
+    if kind == "lease is a link":
+        (tmp_path / broken / lease_name(0)).symlink_to("nowhere")
+
+    def refuse(name, *args):
+        if kind == "unlisted" and name == "list_dir" and "step-5" in args[0]:
+            raise StorageError("not allowed", path=args[0], errno=errno.EACCES)
+
+    report = start(Stoppable(storage, refuse=refuse), look=None)
+    assert report.rolled_forward == ("step-6",)
+    assert report.left == (broken,)
+
+
 def test_removal_can_be_handed_over():
     memory = MemoryStorage()
     left_behind(memory, ranks=[])
