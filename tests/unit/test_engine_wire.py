@@ -3,6 +3,8 @@
 import os
 import socket
 import struct
+import subprocess
+import sys
 from contextlib import suppress
 
 import pytest
@@ -230,3 +232,21 @@ def test_an_outbox_never_blocks_and_keeps_order(pair):
         got += drain(inbox)[0]
         outbox.flush()
     assert [item.message for item in got] == sent
+
+
+@pytest.mark.parametrize("through", ["send", "outbox"])
+def test_writing_to_one_who_is_gone_kills_nobody(through):
+    """Jobs that set SIGPIPE to its default, as `head` in a pipe wants it, live on when their engine dies."""
+    code = (
+        "import signal, socket\n"
+        "from holdfast.engine import messages, wire\n"
+        "signal.signal(signal.SIGPIPE, signal.SIG_DFL)\n"
+        "ours, theirs = socket.socketpair(); ours.settimeout(0); theirs.close()\n"
+        "outbox = wire.Outbox(ours); outbox.put(messages.Shutdown())\n"
+        f"call = outbox.flush if {through == 'outbox'} else lambda: wire.send(ours, messages.Shutdown(), timeout_s=1)\n"
+        "try: call()\n"
+        "except BrokenPipeError: print('told')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, check=False, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, "told\n"), ended.stderr

@@ -37,6 +37,8 @@ MAX_FDS: Final = 1
 _HEADER: Final = struct.Struct("<I")
 _READ_BYTES: Final = 256 << 10
 _FD_BYTES: Final = array.array("i").itemsize
+_NO_SIGNAL: Final = getattr(socket, "MSG_NOSIGNAL", 0)
+"""A job may have SIGPIPE at its default: to write to an engine that died must not kill the trainer."""
 _CLOEXEC: Final = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 FD_COUNT: Final[dict[type, int]] = {messages.AddImage: 1, messages.Persist: 1, messages.Remove: 1}
@@ -205,7 +207,7 @@ class Outbox:
         """Send what the socket takes now. Raises `OSError` when the other end is gone."""
         while self._queue:
             try:
-                sent = self._sock.send(self._queue[0])
+                sent = self._sock.send(self._queue[0], _NO_SIGNAL)
             except (BlockingIOError, InterruptedError):
                 return
             rest = self._queue[0][sent:]
@@ -230,7 +232,7 @@ def send(sock: socket.socket, message: messages.Message, fds: Sequence[int] = ()
     waiter.register(sock, select.POLLOUT)
     while rest:
         try:
-            sent = sock.sendmsg([rest], ancillary)
+            sent = sock.sendmsg([rest], ancillary, _NO_SIGNAL)
         except (BlockingIOError, InterruptedError):
             left = deadline - time.monotonic()
             if left <= 0:
