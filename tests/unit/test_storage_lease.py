@@ -108,3 +108,21 @@ def test_releasing_never_raises(directory, tmp_path):
 
 def _path():
     return {"PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def test_a_lease_outlives_the_descriptor_it_was_made_through(tmp_path):
+    """Its number may mean another directory by the time of a late release: that one's entries are not touched."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / lease_name(7)).write_text("precious")
+    fd = os.open(tmp_path / "mine", os.O_RDONLY)
+    held = hold(fd, lease_name(7), lease.new_record(7))
+    os.close(fd)
+    reused = os.open(tmp_path / "other", os.O_RDONLY)
+    os.dup2(reused, fd)
+    held.beat()
+    held.release()
+    assert os.listdir(tmp_path / "mine") == []
+    assert os.listdir(tmp_path / "other") == [lease_name(7)]
+    for number in {fd, reused}:
+        os.close(number)

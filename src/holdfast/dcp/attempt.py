@@ -83,7 +83,6 @@ class DcpAttempt:
         self._manifest = manifest
         self._overwrite = overwrite
         self._lock = lock
-        self._dir_fd = -1
         self._lease: Heartbeat | None = None
         self._mutex = threading.RLock()
         self._over: str | None = None
@@ -172,8 +171,11 @@ class DcpAttempt:
 
     def _make_directory(self) -> None:
         self._storage.make_dir(self.directory)
-        self._dir_fd = self._storage.open_dir(self.directory)
-        self._lease = Heartbeat(hold(self._dir_fd, _LEASE_NAME, new_record(0)))
+        fd = self._storage.open_dir(self.directory)
+        try:
+            self._lease = Heartbeat(hold(fd, _LEASE_NAME, new_record(0)))
+        finally:
+            os.close(fd)
 
     def _prepare(self, reports: Sequence[ManifestReport], metadata: bytes) -> None:
         """Make the attempt directory what will be published, but for its name."""
@@ -219,9 +221,6 @@ class DcpAttempt:
     def _end(self, why: str) -> None:
         self._over = why
         self._stop_lease()
-        if self._dir_fd >= 0:
-            os.close(self._dir_fd)
-            self._dir_fd = -1
         self._lock.release()
         with _live_lock:
             if _live.get(self._target) is self:

@@ -89,7 +89,7 @@ def decode_record(data: bytes) -> LeaseRecord | None:
 
 
 class Lease:
-    """A lease that this process holds. For one thread at a time; made by `hold`."""
+    """A lease that this process holds, with a descriptor of its directory. For one thread at a time; made by `hold`."""
 
     def __init__(self, dir_fd: int, name: str, fd: int, record: LeaseRecord) -> None:
         self._dir_fd = dir_fd
@@ -116,10 +116,11 @@ class Lease:
             pass
         finally:
             os.close(fd)
+            os.close(self._dir_fd)
 
 
 def hold(dir_fd: int, name: str, record: LeaseRecord) -> Lease:
-    """Create the lease ``name`` in the directory ``dir_fd``, locked; ``dir_fd`` must stay open until its release.
+    """Create the lease ``name`` in the directory ``dir_fd``, locked. ``dir_fd`` stays the caller's, who may close it.
 
     Raises `StorageError` where the file can't be made. A file system without locks gives a lease that only beats.
     """
@@ -131,13 +132,18 @@ def hold(dir_fd: int, name: str, record: LeaseRecord) -> Lease:
         )
         os.pwrite(fd, encode_record(record), 0)
         _lock(fd)
-        os.rename(fresh, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        own_dir_fd = os.dup(dir_fd)  # a late heartbeat must not unlink in what the caller's number means by then
+        try:
+            os.rename(fresh, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        except OSError:
+            os.close(own_dir_fd)
+            raise
     except OSError as error:
         if fd >= 0:
             os.close(fd)
         path = _path(dir_fd, name)
         raise StorageError(f"can't make the lease {path}: {error.strerror}", path=path, errno=error.errno) from error
-    return Lease(dir_fd, name, fd, record)
+    return Lease(own_dir_fd, name, fd, record)
 
 
 def observe(directory: int | str, name: str) -> LeaseState | None:
