@@ -6,12 +6,15 @@ Every check raises `ConfigError` that names the argument, what was expected and 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from holdfast.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+STEP_MAX: Final = (1 << 63) - 1
+"""The files and messages that carry a step keep 64 bits for it."""
 
 
 def checked_path(path: object, *, field: str) -> str:
@@ -22,6 +25,11 @@ def checked_path(path: object, *, field: str) -> str:
     if "://" in text:
         raise ConfigError(f"{text}: object stores are not in this release; give a directory", field=field)
     absolute = os.path.abspath(text)
+    try:
+        absolute.encode()
+    except UnicodeEncodeError as error:
+        message = f"{field}: {absolute!r} is not UTF-8, and a checkpoint names its path in files that are; rename it"
+        raise ConfigError(message, field=field) from error
     if os.path.lexists(absolute) and not os.path.isdir(absolute):
         raise ConfigError(f"{absolute} is a file; expected a directory, or a path that doesn't exist yet", field=field)
     return absolute
@@ -37,9 +45,11 @@ def is_path(path: object) -> bool:
 
 
 def checked_step(step: object) -> None:
-    """`ConfigError` unless ``step`` is an integer >= 0."""
+    """`ConfigError` unless ``step`` is an integer from 0 to 2**63 - 1."""
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ConfigError(f"step must be an integer >= 0, not {step!r}", field="step")
+    if step > STEP_MAX:
+        raise ConfigError(f"step must be at most 2**63 - 1 = {STEP_MAX}, not {step}", field="step")
 
 
 def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
@@ -48,7 +58,7 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     for name, value in (metrics or {}).items():
         try:
             found[str(name)] = float(value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"metric {name!r} must be a number, not {value!r}", field=f"metrics.{name}") from error
     return found
 
