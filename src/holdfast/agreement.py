@@ -21,11 +21,13 @@ Does not: make plans (``plan.write``), or decide about publication (``commit``).
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
+from holdfast.coordination import BoardLost
 from holdfast.errors import DeadlineExceeded, HoldfastError, SaveFailed
 from holdfast.outcome import AbortReason
 from holdfast.plan.structure import Structure, decode_structure
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from holdfast.coordination import Board
 
 
+_log = logging.getLogger("holdfast")
 VERDICT_GRACE_S: Final = 5.0
 """How much longer than rank 0 the others wait: it waits for the slowest rank as long as it may, and then says which."""
 
@@ -68,7 +71,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 def arrive(board: Board, key: str) -> None:
     """Say that this rank has arrived at ``key``; the last one to rings the bell that is waited for."""
-    if board.add(f"{key}/arrived") == board.world:
+    if board.add(f"{key}/arrived") >= board.world:
         board.set(f"{key}/all", b"")
 
 
@@ -100,19 +103,29 @@ class Agreement:
     _over: Verdict | None = None
 
     def cast(self, ballot: Ballot, encoded_structure: bytes) -> int:
-        """Post this rank's ballot for the next save; doesn't wait. Returns the save's number, equal on every rank."""
-        board, number = self.board, self._number
-        if self._over is not None:
-            return number
+        """Post this rank's ballot for the next save; doesn't wait. Returns the save's number, equal on every rank.
+
+        `wait_verdict` must follow, whatever became of the ballot: one that could not be posted is told of there.
+        """
+        if self._over is None:
+            try:
+                self._cast(self._number, ballot, encoded_structure)
+            except BoardLost as error:
+                _log.warning("rank %d could not cast its ballot for a save: %s", self.board.rank, error)
+        return self._number
+
+    def _cast(self, number: int, ballot: Ballot, encoded_structure: bytes) -> None:
+        board = self.board
+        # First, since it may be repeated: a connection that was idle for long is found broken here, and made anew.
+        board.set(f"ballot/{number}/{board.rank}", msgspec.msgpack.encode(ballot))
         if ballot.digest and ballot.digest not in self._posted:
             # The first rank to claim a digest posts the structure; for the others it is only a number.
-            if board.add(f"structure/{ballot.digest}/claims") == 1:
+            claimed = ballot.digest in self._known  # perhaps by this rank, which could not post it then
+            self._known.add(ballot.digest)
+            if board.add(f"structure/{ballot.digest}/claims") == 1 or claimed:
                 board.set(f"structure/{ballot.digest}", encoded_structure)
             self._posted.add(ballot.digest)
-            self._known.add(ballot.digest)
-        board.set(f"ballot/{number}/{board.rank}", msgspec.msgpack.encode(ballot))
         arrive(board, f"ballot/{number}")
-        return number
 
     def wait_verdict(self, *, timeout_s: float) -> Verdict:
         """The verdict on the ballots cast, once all have been; raises `DeadlineExceeded` naming the ranks missing."""

@@ -3,10 +3,9 @@
     LocalBoard   the ranks of one process: one rank, or one thread a rank
     StoreBoard   a ``torch.distributed`` Store (TCPStore, FileStore, ...) under a prefix
 
-Guarantees: nothing here waits without a deadline, even if the Store's host vanishes without closing its connection:
-calls on a Store run on a thread of their own, which the caller leaves behind when one doesn't come back. A board that
-was lost stays lost, at once. Waiting blocks no other user of the Store, as waits are short looks that back off; the
-more ranks there are the rarer they get, so that a Store of 16,384 ranks serves them.
+Guarantees: nothing here waits without a deadline, even if the Store's host vanishes without closing its connection. A
+connection that was lost is made anew (``store_client``). Waiting blocks no other user of the Store, as waits are short
+looks that back off; the more ranks there are the rarer they get, so that a Store of 16,384 ranks serves them.
 Assumes: a key is written before anyone is told of it, and deleted only when nobody will look for it again.
 Does not: issue collectives, pickle anything, or read the wall clock.
 """
@@ -14,30 +13,24 @@ Does not: issue collectives, pickle anything, or read the wall clock.
 from __future__ import annotations
 
 import functools
-import queue
 import threading
 import time
-import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from holdfast.errors import DeadlineExceeded, HoldfastError
+from holdfast.errors import DeadlineExceeded
+from holdfast.store_client import BoardLost, Outage, StoreClient, clone_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
+
+__all__ = ["Board", "BoardLost", "LocalBoard", "StoreBoard"]
 
 _FIRST_LOOK_S: Final = 0.001
 _LAST_LOOK_S: Final = 0.02
 _LOOKS_PER_S: Final = 16_000
 """What all ranks together may ask of the Store while they wait: a fifth of what a TCPStore answers."""
 _BULK_KEYS: Final = 1024
-
-
-class BoardLost(HoldfastError, ConnectionError):
-    """The board can't be reached any more, so nothing can be learnt from it. Ends up as the cause of a public error."""
-
-    def __init__(self, message: str) -> None:
-        Exception.__init__(self, message)
 
 
 class Board(Protocol):
@@ -67,7 +60,10 @@ class Board(Protocol):
         ...
 
     def add(self, key: str, amount: int = 1) -> int:
-        """Add to the number ``key`` holds (0 if absent) and return the sum. Such a key is for `add` alone."""
+        """Add to the number ``key`` holds (0 if absent) and return the sum. Such a key is for `add` alone.
+
+        The one call that is not repeated when a connection ends: after `BoardLost` it may have been counted.
+        """
         ...
 
     def gather(self, keys: Sequence[str], *, timeout_s: float, waiting_for: str) -> list[bytes]:
@@ -190,81 +186,6 @@ class LocalBoard:
             raise BoardLost("this board was closed")
 
 
-class _Call:
-    """One call on its way through a `_Client`."""
-
-    __slots__ = ("done", "error", "function", "result")
-
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        self.function = function
-        self.done = threading.Event()
-        self.result: Any = None
-        self.error: BaseException | None = None
-
-
-def _serve(store: Any, calls: queue.SimpleQueue[_Call | None]) -> None:
-    while (call := calls.get()) is not None:
-        try:
-            call.result = call.function(store)
-        except BaseException as error:  # noqa: BLE001 - it belongs to the caller, who raises it
-            call.error = error
-        call.done.set()
-        del call
-
-
-class _Client:
-    """A Store, called on one daemon thread, so that its caller can walk away from a call that doesn't come back."""
-
-    def __init__(self, store: Any, call_timeout_s: float) -> None:
-        self.store = store
-        self.call_timeout_s = call_timeout_s
-        self.closed = threading.Event()
-        self._lost = ""
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._start = threading.Lock()
-        self._started = False
-        # The thread holds the queue and the Store, not this object: it ends when the last board on it is gone.
-        self._end = weakref.finalize(self, self._calls.put, None)
-
-    def call(self, function: Callable[[Any], Any]) -> Any:
-        if self.closed.is_set():
-            raise BoardLost("this board was closed")
-        if self._lost:
-            raise BoardLost(self._lost)
-        with self._start:
-            if not self._started:
-                arguments = (self.store, self._calls)
-                threading.Thread(target=_serve, args=arguments, name="holdfast-board", daemon=True).start()
-                self._started = True
-        call = _Call(function)
-        self._calls.put(call)
-        if not call.done.wait(self.call_timeout_s):
-            self._lost = (
-                f"the Store of the process group has not answered for {self.call_timeout_s:g} s; "
-                "its host (usually that of rank 0) is down or cut off"
-            )
-            raise BoardLost(self._lost)
-        if call.error is None:
-            return call.result
-        # torch's DistStoreError and DistNetworkError are RuntimeErrors; sockets give OSError.
-        if isinstance(call.error, (RuntimeError, OSError)):
-            self._lost = f"the Store of the process group failed: {call.error}"
-            raise BoardLost(self._lost) from call.error
-        raise call.error
-
-    def close(self) -> None:
-        self.closed.set()
-        self._end()
-
-
-def _clone_store(store: Any) -> Any:
-    """A connection of our own where this torch can make one (2.8 and later), else the one given."""
-    try:
-        return store.clone() if hasattr(store, "clone") else store
-    except (RuntimeError, NotImplementedError):
-        return store
-
-
 class StoreBoard:
     """A `Board` over ``store``, under ``prefix``, for ``rank`` of ``world``.
 
@@ -281,17 +202,19 @@ class StoreBoard:
         prefix: str,
         *,
         call_timeout_s: float = 30.0,
-        _client: _Client | None = None,
+        _client: StoreClient | None = None,
     ) -> None:
         assert 0 <= rank < world
         self.rank = rank
         self.world = world
         self.prefix = prefix
-        self._client = _client if _client is not None else _Client(_clone_store(store), call_timeout_s)
+        self._client = _client if _client is not None else StoreClient(clone_store(store), call_timeout_s, Outage())
         self._slowest_look_s = max(_LAST_LOOK_S, world / _LOOKS_PER_S)
 
     def set(self, key: str, value: bytes) -> None:
-        self._client.call(lambda store: store.set(self._full(key), value))
+        # A TCPStore answers no `set`: without the question one that a dropped connection has swallowed goes unnoticed.
+        full = self._full(key)
+        self._client.call(lambda store: (store.set(full, value), store.check([full])))
 
     def get(self, key: str, *, timeout_s: float, waiting_for: str) -> bytes:
         deadline = time.monotonic() + timeout_s
@@ -315,7 +238,7 @@ class StoreBoard:
         return bytes(self._client.call(lambda store: store.compare_set(self._full(key), "", value)))
 
     def add(self, key: str, amount: int = 1) -> int:
-        return int(self._client.call(lambda store: store.add(self._full(key), amount)))
+        return int(self._client.call(lambda store: store.add(self._full(key), amount), again=False))
 
     def gather(self, keys: Sequence[str], *, timeout_s: float, waiting_for: str) -> list[bytes]:
         deadline = time.monotonic() + timeout_s
@@ -334,9 +257,10 @@ class StoreBoard:
         self._client.call(lambda store: store.delete_key(self._full(key)))
 
     def clone(self) -> StoreBoard:
-        timeout_s = self._client.call_timeout_s
-        store = self._client.call(_clone_store)
-        return StoreBoard(store, self.rank, self.world, self.prefix, _client=_Client(store, timeout_s))
+        client = self._client
+        store = client.call(clone_store)
+        clone = StoreClient(store, client.call_timeout_s, client.outage)
+        return StoreBoard(store, self.rank, self.world, self.prefix, _client=clone)
 
     def close(self) -> None:
         self._client.close()

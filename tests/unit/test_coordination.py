@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import threading
@@ -12,9 +14,12 @@ import time
 
 import pytest
 import torch.distributed as dist
+from _protocol import run_ranks
 
+from holdfast.agreement import Agreement, Ballot
 from holdfast.coordination import BoardLost, LocalBoard, StoreBoard
 from holdfast.errors import DeadlineExceeded, HoldfastError
+from holdfast.store_client import RECONNECT_S
 
 
 @pytest.fixture(params=["local", "tcp", "prefixed", "hash", "file"])
@@ -184,3 +189,146 @@ def test_the_module_needs_no_torch():
     code = "import sys, holdfast.coordination, holdfast.commit, holdfast.recovery; sys.exit('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+
+
+class Proxy:
+    """Between a Store and its clients: can drop every connection, or stall them, as what lies on the way does."""
+
+    def __init__(self, port):
+        self._to = ("127.0.0.1", port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._ends = []
+        self._stalled = set()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(self._to)
+                self._ends += [client, server]
+                for one, other in ((client, server), (server, client)):
+                    threading.Thread(target=self._pump, args=(one, other), daemon=True).start()
+
+    def _pump(self, one, other):
+        with contextlib.suppress(OSError):
+            while data := one.recv(1 << 16):
+                if one not in self._stalled:
+                    other.sendall(data)
+
+    def drop(self):
+        for end in self._ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def stall(self):
+        """Those that are there now, for ever and without a word."""
+        self._stalled |= set(self._ends)
+
+    def close(self):
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # `close` alone leaves its thread accepting
+        self._listener.close()
+        self.drop()
+        for end in self._ends:
+            end.close()
+
+
+@pytest.fixture
+def far():
+    """A rank's board whose way to the Store leads through a proxy, one of another rank, and the proxy."""
+    host = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    proxy = Proxy(host.port)
+    store = dist.PrefixStore("group", dist.TCPStore("127.0.0.1", proxy.port, 2, is_master=False))
+    boards = [
+        StoreBoard(store, 1, 2, "p", call_timeout_s=0.5),
+        StoreBoard(dist.PrefixStore("group", host), 0, 2, "p"),
+    ]
+    yield (*boards, proxy)
+    for board in boards:
+        board.close()
+    proxy.close()
+
+
+@pytest.mark.parametrize("way", ["drop", "stall"])
+def test_a_connection_that_was_lost_is_made_anew(far, way):
+    mine, other, proxy = far
+    clone = mine.clone()
+    clone.set("before", b"1")
+    for round_ in range(3):
+        getattr(proxy, way)()
+        clone.set(f"a{round_}", b"1")
+        assert other.get(f"a{round_}", timeout_s=5, waiting_for="a") == b"1"
+        assert clone.add("n") == round_ + 1
+    other.set("late", b"2")
+    proxy.drop()
+    assert clone.clone().get("late", timeout_s=5, waiting_for="late") == b"2"
+
+
+def test_what_may_have_been_counted_is_not_counted_again(far):
+    mine, other, proxy = far
+    assert mine.add("n") == 1
+    proxy.drop()
+    with pytest.raises(BoardLost):
+        mine.add("n")
+    assert mine.add("n", 0) == other.add("n", 0)
+
+
+def test_a_host_that_is_gone_is_not_waited_for_twice(far):
+    mine, _, proxy = far
+    clones = [mine.clone() for _ in range(3)]
+    proxy.close()
+    began = time.monotonic()
+    for board in (mine, *clones, mine):
+        with pytest.raises(BoardLost):
+            board.set("a", b"1")
+    assert time.monotonic() - began < RECONNECT_S
+
+
+@pytest.mark.parametrize("way", ["drop", "stall"])
+def test_ranks_go_on_voting_after_a_connection_was_lost(far, way):
+    mine, other, proxy = far
+    ranks = [Agreement(other), Agreement(mine)]
+
+    def agree(rank, step):
+        ranks[rank].cast(Ballot(step, "/path", f"digest-{step // 2}"), b"structure")
+        return ranks[rank].wait_verdict(timeout_s=10)
+
+    for step in range(4):
+        verdicts = run_ranks(lambda rank, step=step: agree(rank, step), 2)
+        assert [verdict.kind for verdict in verdicts] == ["same" if step % 2 else "replan"] * 2
+        getattr(proxy, way)()
+
+
+def test_a_ballot_that_could_not_be_cast_leaves_ranks_in_step(far):
+    """The answer to its arrival is lost: this rank learns the verdict all the same, and the next one."""
+    mine, other, proxy = far
+    ranks = [Agreement(other), Agreement(mine)]
+
+    def agree(rank, step):
+        if (rank, step) == (1, 1):
+            ranks[1].board = Dropping(mine, proxy)
+        number = ranks[rank].cast(Ballot(step, "/path", "digest"), b"structure")
+        ranks[1].board = mine
+        return number, ranks[rank].wait_verdict(timeout_s=1)
+
+    kinds = []
+    for step in range(3):
+        verdicts = run_ranks(lambda rank, step=step: agree(rank, step), 2)
+        assert [number for number, _ in verdicts] == [step] * 2
+        assert verdicts[0] == verdicts[1]
+        kinds.append(verdicts[0][1].kind)
+    assert kinds == ["replan", "refused", "same"]
+
+
+class Dropping:
+    """A board whose connection ends whenever something is to be counted."""
+
+    def __init__(self, board, proxy):
+        self.board, self.proxy = board, proxy
+
+    def __getattr__(self, name):
+        if name == "add":
+            self.proxy.drop()
+        return getattr(self.board, name)

@@ -1,0 +1,182 @@
+"""A Store as a board uses it: every call with a deadline, a lost connection made anew. Torch-free.
+
+Calls on a Store run on a daemon thread of their own, which the caller leaves behind when one doesn't come back. A
+connection that was lost (what lies on the way drops idle ones, some without a word) is made anew, and what may safely
+be asked twice is asked again. Where that fails the Store is lost, at once, until it is tried again after a while.
+
+Assumes the Store it is given is nobody else's, but where it can't be cloned.
+Does not: know keys or ranks; ``coordination`` does.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+from holdfast.errors import HoldfastError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_log = logging.getLogger("holdfast")
+RECONNECT_S: Final = 3.0
+"""How long a new connection may take."""
+RECONNECT_PAUSE_S: Final = 30.0
+"""How long a Store is lost when it can't be reached: nobody waits for a dead host again and again."""
+
+
+class BoardLost(HoldfastError, ConnectionError):
+    """The board can't be reached any more, so nothing can be learnt from it. Ends up as the cause of a public error."""
+
+    def __init__(self, message: str) -> None:
+        Exception.__init__(self, message)
+
+
+class _Call:
+    """One call on its way through a `StoreClient`."""
+
+    __slots__ = ("done", "error", "function", "result")
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function = function
+        self.done = threading.Event()
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+
+def _serve(store: Any, calls: queue.SimpleQueue[_Call | None]) -> None:
+    while (call := calls.get()) is not None:
+        try:
+            call.result = call.function(store)
+        except BaseException as error:  # noqa: BLE001 - it belongs to the caller, who raises it
+            call.error = error
+        call.done.set()
+        del call
+
+
+def _start_serving(store: Any, calls: queue.SimpleQueue[_Call | None]) -> None:
+    threading.Thread(target=_serve, args=(store, calls), name="holdfast-board", daemon=True).start()
+
+
+@dataclass(slots=True)
+class Outage:
+    """What the clones of a board know together: when it is worth trying again to reach the Store."""
+
+    over_at: float = 0.0
+
+
+class StoreClient:
+    """A Store, called on a daemon thread, so that its caller can walk away from a call that doesn't come back."""
+
+    def __init__(self, store: Any, call_timeout_s: float, outage: Outage) -> None:
+        self.call_timeout_s = call_timeout_s
+        self.closed = threading.Event()
+        self.outage = outage
+        self._store = store
+        self._lost = ""
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._started = False
+        # The thread holds the queue and the Store, not this object: it ends when the last board on it is gone.
+        self._end = weakref.finalize(self, self._calls.put, None)
+
+    def call(self, function: Callable[[Any], Any], *, again: bool = True) -> Any:
+        """What ``function`` returns for the Store; ``again``: it may be called a second time, should a connection end.
+
+        Raises `BoardLost`. The next call then finds a new connection, if one can be had.
+        """
+        try:
+            return self._call(function)
+        except BoardLost:
+            if not again:
+                raise
+        return self._call(function)
+
+    def _call(self, function: Callable[[Any], Any]) -> Any:
+        calls, call = self._connection(), _Call(function)
+        calls.put(call)
+        if not call.done.wait(self.call_timeout_s):
+            message = (
+                f"the Store of the process group has not answered for {self.call_timeout_s:g} s; "
+                "its host (usually that of rank 0) is down or cut off"
+            )
+            self._lose(calls, message)
+            raise BoardLost(message)
+        if call.error is None:
+            return call.result
+        # torch's DistStoreError and DistNetworkError are RuntimeErrors; sockets give OSError.
+        if isinstance(call.error, (RuntimeError, OSError)):
+            message = f"the Store of the process group failed: {call.error}"
+            self._lose(calls, message)
+            raise BoardLost(message) from call.error
+        raise call.error
+
+    def _lose(self, calls: queue.SimpleQueue[_Call | None], why: str) -> None:
+        with self._lock:
+            if calls is self._calls:  # else another thread has found out before, and all is well by now
+                self._lost = why
+
+    def _connection(self) -> queue.SimpleQueue[_Call | None]:
+        """Where to put calls; makes the connection anew if it was lost."""
+        with self._lock:
+            if self.closed.is_set():
+                raise BoardLost("this board was closed")
+            if self._lost:
+                self._reconnect()
+            if not self._started:
+                _start_serving(self._store, self._calls)
+                self._started = True
+            return self._calls
+
+    def _reconnect(self) -> None:
+        if not hasattr(self._store, "clone") or time.monotonic() < self.outage.over_at:
+            raise BoardLost(self._lost)
+        calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._end()  # its thread may be stuck in a call for long, and ends then
+        self._end = weakref.finalize(self, calls.put, None)
+        _start_serving(self._store, calls)
+        connect = _Call(_connect_anew)
+        calls.put(connect)
+        if not connect.done.wait(2 * RECONNECT_S) or connect.error is not None:
+            self._end()
+            self.outage.over_at = time.monotonic() + RECONNECT_PAUSE_S
+            raise BoardLost(f"{self._lost}; nor can it be reached anew") from connect.error
+        _log.warning("%s; connected to it anew", self._lost)
+        self._end()
+        self._store, self._calls, self._lost, self._started = connect.result, queue.SimpleQueue(), "", False
+        self._end = weakref.finalize(self, self._calls.put, None)
+
+    def close(self) -> None:
+        self.closed.set()
+        self._end()
+
+
+def clone_store(store: Any) -> Any:
+    """A connection of our own where this torch can make one (2.8 and later), else the one given."""
+    try:
+        return store.clone() if hasattr(store, "clone") else store
+    except (RuntimeError, NotImplementedError):
+        return store
+
+
+def _connect_anew(store: Any) -> Any:
+    """A new connection to where ``store``, ours and lost, was connected to."""
+    plain = store
+    while hasattr(plain, "underlying_store"):
+        plain = plain.underlying_store
+    if not hasattr(plain, "host"):
+        return store.clone()
+    # torch tries long and loudly to reach a host that refuses; this says so at once.
+    socket.create_connection((plain.host, plain.port), RECONNECT_S).close()
+    timeout = store.timeout
+    store.set_timeout(timedelta(seconds=RECONNECT_S))
+    fresh = store.clone()
+    fresh.set_timeout(timeout)
+    return fresh
