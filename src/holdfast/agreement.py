@@ -163,6 +163,7 @@ class Agreement:
                 # Nobody else would judge.
                 board.set(f"verdict/{number}", msgspec.msgpack.encode(Verdict("refused", refusal=reason, over=True)))
             self.cast(Ballot(None, "", "", refusal=reason, leaves=True), b"")
+            board.set(f"left/{board.rank}", msgspec.msgpack.encode(sorted(self._known)))
             if board.add("left") == board.world:
                 self._forget_all()
         except HoldfastError:
@@ -173,10 +174,13 @@ class Agreement:
         board = self.board
         for number in range(max(0, self._number - 2), self._number + 1):
             self._forget(number)
-        for digest in self._known:
+        keys = [f"left/{rank}" for rank in range(board.world)]
+        known = board.gather(keys, timeout_s=VERDICT_GRACE_S, waiting_for="the structures that ranks have posted")
+        for digest in set().union(*(msgspec.msgpack.decode(data, type=list[str]) for data in known)):
             board.delete(f"structure/{digest}")
             board.delete(f"structure/{digest}/claims")
-        board.delete("left")
+        for key in (*keys, "left"):
+            board.delete(key)
 
     def wait_structures(self, verdict: Verdict, *, timeout_s: float) -> dict[str, Structure]:
         """The structures a replan needs, by digest."""

@@ -79,6 +79,21 @@ def test_nothing_stays_on_the_board_when_all_have_left(saves):
     assert boards[0].keys() == []
 
 
+def test_nothing_stays_on_the_board_after_a_refused_first_save():
+    """No verdict named the structures then, and each rank knows only its own."""
+    boards = LocalBoard.of_world(3)
+    ranks = [Agreement(board) for board in boards]
+
+    def act(rank):
+        ranks[rank].cast(Ballot(1, f"/path/{rank}", f"digest-{rank}"), b"structure")
+        verdict = ranks[rank].wait_verdict(timeout_s=SOON_S)
+        ranks[rank].leave()
+        return verdict.kind
+
+    assert run_ranks(act, 3) == ["refused"] * 3
+    assert boards[0].keys() == []
+
+
 def test_leaving_a_board_that_is_lost_is_quiet():
     board = LocalBoard()
     board.close()
