@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import xxhash
 
 from holdfast.errors import CheckpointCorrupt
 from holdfast.format.manifest import EXTENT_BYTES
-from holdfast.storage.reading import FileSet, Piece, StoredFile
+from holdfast.storage.reading import OPEN_FILES_MAX, FileSet, Piece, StoredFile
 
 SIZE = 3 * EXTENT_BYTES + 5000
 
@@ -71,3 +72,43 @@ def test_a_file_that_is_gone_is_named(tmp_path: Path, content: bytes) -> None:
             pytest.raises(CheckpointCorrupt, match="f is missing"),
         ):
             opened.read_span("f", 0, 1)
+
+
+def test_few_files_are_open_at_a_time_however_many_are_read(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    count = 3 * OPEN_FILES_MAX
+    for number in range(count):
+        (tmp_path / str(number)).write_bytes(b"%04d" % number)
+    stored = {str(number): StoredFile(str(number), 4, None) for number in range(count)}
+    most = 0
+
+    def look() -> None:
+        nonlocal most
+        most = max(most, len(os.listdir("/proc/self/fd")) - before)
+
+    memory = [bytearray(4) for _ in range(count)]
+    with FileSet(tmp_path, stored, verify=True, threads=4, blame=lambda *_: None) as opened:
+        jobs = [
+            job
+            for number in range(count)
+            for job in (*opened.jobs_for(str(number), [Piece(0, memoryview(memory[number]))]), look)
+        ]
+        opened.read(jobs)
+        assert bytes(opened.read_span("0", 0, 4)) == b"0000"  # opened again
+    assert memory == [b"%04d" % number for number in range(count)]
+    assert OPEN_FILES_MAX <= most <= OPEN_FILES_MAX + 8
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_an_interrupt_waits_for_no_job_that_has_not_begun(
+    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[int] = []
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("holdfast.storage.reading.wait", interrupted)
+    with files(tmp_path, content) as opened, pytest.raises(KeyboardInterrupt):
+        opened.read([lambda: (time.sleep(0.05), ran.append(1))[1] for _ in range(100)])
+    assert len(ran) < 5

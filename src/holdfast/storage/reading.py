@@ -13,11 +13,12 @@ Does not: know tensors. The caller says what a range holds when it is found corr
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -35,6 +36,8 @@ HASH_PIECE_BYTES: Final = 256 << 10
 PARTS_MAX: Final = 256
 """More destinations than this in one job are filled from scratch: the system takes 1,024 a call, Python fewer."""
 SMALL_PART_BYTES: Final = 16 << 10
+OPEN_FILES_MAX: Final = 128
+"""A process may often have 1,024, and a checkpoint of a large world has more files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,12 @@ class StoredFile:
     name: str
     size: int
     extents: bytes | None
+
+
+@dataclass(slots=True)
+class _Open:
+    fd: int
+    users: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +85,8 @@ class FileSet:
         self._files = files
         self._verify = verify
         self._blame = blame
-        self._fds: dict[str, int] = {}
+        self._fds: dict[str, _Open] = {}
+        """The least recently used first."""
         self._lock = threading.Lock()
         self._scratch = threading.local()
         self._threads = threads
@@ -90,20 +100,21 @@ class FileSet:
 
     def close(self) -> None:
         with self._lock:
-            fds, self._fds = self._fds, {}
-        for fd in fds.values():
-            os.close(fd)
+            opened, self._fds = self._fds, {}
+        for entry in opened.values():
+            os.close(entry.fd)
 
     def path_of(self, name: str) -> str:
         return os.path.join(self._directory, name)
 
     def read(self, work: Iterable[Callable[[], None]]) -> None:
         """Run jobs (of `jobs_for`, or others that use `read_span`) on the reader threads; the first error is raised."""
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="holdfast-read") as pool:
+        pool = ThreadPoolExecutor(self._threads, thread_name_prefix="holdfast-read")
+        try:
             futures: list[Future[None]] = [pool.submit(job) for job in work]
-            done, pending = wait(futures, return_when=FIRST_EXCEPTION)
-            for future in pending:
-                future.cancel()
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        finally:  # an interrupt as well waits for the jobs that have begun, and for no other
+            pool.shutdown(cancel_futures=True)
         for future in done:
             future.result()
 
@@ -197,7 +208,10 @@ class FileSet:
         return memoryview(buffer)[:nbytes]
 
     def _fill(self, file: StoredFile, offset: int, parts: Sequence[memoryview]) -> None:
-        fd = self._fd(file)
+        with self._opened(file) as fd:
+            self._fill_from(fd, file, offset, parts)
+
+    def _fill_from(self, fd: int, file: StoredFile, offset: int, parts: Sequence[memoryview]) -> None:
         left = [part for part in parts if part]
         while left:
             try:
@@ -257,12 +271,21 @@ class FileSet:
             path = self.path_of(name)
             raise CheckpointCorrupt(f"{path} is referred to, but no report covers it", path=path) from None
 
-    def _fd(self, file: StoredFile) -> int:
+    @contextlib.contextmanager
+    def _opened(self, file: StoredFile) -> Iterator[int]:
+        """A descriptor of ``file``, which stays open while it is in use, and beyond unless too many are."""
         with self._lock:
-            fd = self._fds.get(file.name)
-            if fd is None:
-                fd = self._fds[file.name] = self._open(file)
-            return fd
+            entry = self._fds.pop(file.name, None) or _Open(self._open(file))
+            self._fds[file.name] = entry
+            entry.users += 1
+        try:
+            yield entry.fd
+        finally:
+            with self._lock:
+                entry.users -= 1
+                idle = [name for name, known in self._fds.items() if not known.users]
+                for name in idle[: max(0, len(self._fds) - OPEN_FILES_MAX)]:
+                    os.close(self._fds.pop(name).fd)
 
     def _open(self, file: StoredFile) -> int:
         path = self.path_of(file.name)
