@@ -11,8 +11,8 @@ import time
 import pytest
 
 from holdfast.engine.client import EngineClient
-from holdfast.engine.launch import launch
-from holdfast.errors import EngineDied, StorageError
+from holdfast.engine.launch import Process, launch
+from holdfast.errors import DeadlineExceeded, EngineDied, StorageError
 from holdfast.storage.lease import observe
 from holdfast.testing.engine import LEASE_NAME, REPORT_NAME, Sample, persist
 
@@ -159,6 +159,25 @@ def test_a_cancel_that_is_not_answered_ends_the_engine(make_client, sample, tmp_
     client.cancel("t1", timeout_s=0.3)
     assert is_gone(pid)
     assert not (tmp_path / REPORT_NAME).exists()
+
+
+def test_an_engine_that_cannot_be_killed_is_not_said_to_have_stopped(make_client, sample, tmp_path, monkeypatch):
+    """In the system for good, as on a dead file server: it may be in the rename of its report."""
+    client = make_client(silence_s_max=0.5, **SLOW)
+    image, plan = sample.register(client)
+    persist(client, tmp_path, image, plan)
+    wait_written(client)
+    pid = client.pid
+    os.kill(pid, signal.SIGSTOP)
+    monkeypatch.setattr(Process, "kill", lambda _process: None)
+    monkeypatch.setattr("holdfast.engine.launch.REAP_S", 0.1)
+    with pytest.raises(EngineDied, match="still there"):
+        client.wait_reported("t1", WAIT_S)
+    for _ in range(2):
+        with pytest.raises(DeadlineExceeded, match="can't be said to have stopped"):
+            client.cancel("t1", timeout_s=0.3)
+    os.kill(pid, signal.SIGKILL)
+    client._link._process._child.wait(WAIT_S)
 
 
 def test_closing_a_stopped_engine_is_bounded(make_client):

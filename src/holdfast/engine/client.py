@@ -212,10 +212,15 @@ class EngineClient:
             if record.link.death is None:
                 record.link.send(messages.Cancel(attempt))
         with self._changed:
-            if self._changed.wait_for(lambda: record.cancelled or record.link.death is not None, timeout_s):
-                return
-        record.link.end(f"did not answer a cancel within {timeout_s:g} s")
-        self._wait_gone(record.link)
+            answered = self._changed.wait_for(lambda: record.cancelled or record.link.death is not None, timeout_s)
+        if not answered:
+            record.link.end(f"did not answer a cancel within {timeout_s:g} s")
+            self._wait_gone(record.link)
+        death = record.link.death
+        if death is not None and death.exitcode is None and not record.cancelled:
+            # Killed, but still in a system call, which may be the rename of the report.
+            message = f"attempt {attempt} on rank {self.rank} can't be said to have stopped: {death}"
+            raise DeadlineExceeded(message, waited_for="an engine that was killed to be gone", timeout_s=timeout_s)
 
     # -- trash --------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
     launched -> ready -> dead          a dead link stays dead; the client makes a new one
 
 Guarantees: the thread ends with the process, and by then has reaped it and closed what it held; `death` is set after
-that, once, so whoever sees it knows that the process does nothing any more. An engine that is silent for too long,
+that, once, so whoever sees it knows that the process does nothing any more, unless its ``exitcode`` is None: killed,
+but in a system call that doesn't end. An engine that is silent for too long,
 speaks nonsense, or is of another version is killed. Every message is passed on in order, `Owner.heard` before the next.
 """
 
