@@ -29,6 +29,13 @@ def hold_elsewhere(how, path):
     return process
 
 
+def test_a_lock_file_that_is_taken_away_again_and_again_is_not_waited_for_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr("holdfast.storage.lock._still_there", lambda _fd, _path: False)
+    monkeypatch.setattr("holdfast.storage.lock._CHANGING_HANDS_S", 0.1)
+    with pytest.raises(RootLocked, match="taken away"):
+        RootLock.acquire_beside(str(tmp_path / "ckpt"))
+
+
 @pytest.mark.parametrize("how", ["acquire", "acquire_beside"])
 def test_a_second_writer_learns_who_holds_it(tmp_path, how):
     path = tmp_path if how == "acquire" else tmp_path / "ckpt"

@@ -34,6 +34,8 @@ _log = logging.getLogger("holdfast.storage")
 DIRECTORY: Final = ".holdfast"
 _NO_LOCKS: Final = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _PAUSE_S: Final = 0.05
+_CHANGING_HANDS_S: Final = 1.0
+"""How much longer to try where the file is unlinked under us: its last holder is letting go of it."""
 _MAX_RECORD_BYTES: Final = 4096
 
 _held: weakref.WeakSet[RootLock] = weakref.WeakSet()
@@ -96,18 +98,17 @@ class RootLock:
                     lock = cls(path, fd, unlink=unlink)
                     fd = -1
                     return lock
-                by = "" if locked else _holder(fd)
+                by = "one whose lock file is taken away again and again" if locked else _holder(fd)
             finally:
                 if fd >= 0:
                     os.close(fd)
-            if time.monotonic() >= deadline and not locked:
+            if time.monotonic() >= deadline + (_CHANGING_HANDS_S if locked else 0.0):
                 message = (
                     f"{guarded} is locked by another writer: {by}; stop it first, or save somewhere else "
                     "(reading needs no lock)"
                 )
                 raise RootLocked(message, path=guarded, by=by)
-            if not locked:
-                time.sleep(_PAUSE_S)
+            time.sleep(0.001 if locked else _PAUSE_S)
 
     def release(self) -> None:
         """Give the lock up; idempotent, never raises."""
