@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from holdfast._version import __version__
 from holdfast.engine import messages
 from holdfast.engine.attempt import Attempt, Job
-from holdfast.engine.calls import where
+from holdfast.engine.calls import SYSTEM, where
 from holdfast.engine.checksums import WritePlan, compile_plan
 from holdfast.engine.executor import WriteOptions
 from holdfast.engine.removal import remove_tree_at
@@ -310,7 +310,7 @@ class _Remover:
             number: int | None = None
             try:
                 remove_tree_at(dir_fd, name)
-                os.fsync(dir_fd)
+                SYSTEM.fsync_dir(dir_fd)
             except OSError as error:
                 number = error.errno or errno.EIO
             finally:
