@@ -24,7 +24,7 @@ from holdfast.checkpoint import Checkpoint, read_objects
 from holdfast.errors import CheckpointCorrupt, StorageError
 from holdfast.format.manifest import MANIFEST_NAME
 from holdfast.opening import open_source
-from holdfast.optimizer_hook import before_any_update
+from holdfast.optimizer_hook import before_any_load
 from holdfast.plan.placement import local_boxes
 from holdfast.plan.read import Want, plan_reads
 from holdfast.reading import Destination, read_into
@@ -69,7 +69,7 @@ def load_state(
     Every rank calls it. Raises, the same on every rank: `CheckpointNotFound`, `CheckpointCorrupt`, `StateMismatch`,
     `StorageError`, `DeadlineExceeded`.
     """
-    before_any_update()
+    before_any_load()
     source = _open_together(choose, group, votes, options.timeout_s)
     error: BaseException | None = None
     loading: Loading | None = None

@@ -143,7 +143,6 @@ class CheckpointManager:
         ``on_corrupt="raise"``), `StateMismatch`, `StorageError`.
         """
         self._check_open()
-        self.wait_staged()
         if step is None and self._config.load_step is not None and self._config.load_step >= 0:
             step = self._config.load_step
         candidates = self._candidates(step)
@@ -409,3 +408,6 @@ class _UpdateGuard:
         self._saver.before_update(parameters)
         if self._raise_failures is not None:
             self._raise_failures()
+
+    def before_load(self) -> None:
+        self._saver.before_load()

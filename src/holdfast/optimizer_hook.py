@@ -23,6 +23,10 @@ class Guard(Protocol):
 
     def before_update(self, parameters: Callable[[frozenset[int]], bool] | None = None) -> None: ...
 
+    def before_load(self) -> None:
+        """Wait as for an update of everything, but raise nothing: a rank that leaves a load strands the others."""
+        ...
+
 
 _guards: weakref.WeakSet[Any] = weakref.WeakSet()
 _registered = False
@@ -41,10 +45,10 @@ def unguard_updates(guard: Guard) -> None:
     _guards.discard(guard)
 
 
-def before_any_update() -> None:
-    """Return when every captured state of this process may be changed; for a load, which changes all it finds."""
+def before_any_load() -> None:
+    """Return when every captured state of this process may be changed: a load changes all it finds."""
     for guard in list(_guards):
-        guard.before_update()
+        guard.before_load()
 
 
 @compat.untraced

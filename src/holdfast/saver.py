@@ -184,6 +184,10 @@ class Saver:
             if parameters is None or parameters(capture.snapshot.update_ids):
                 self._pass_or_give_up(capture)
 
+    def before_load(self) -> None:
+        """`before_update` for a load, which raises nothing that other ranks don't."""
+        self.before_update()
+
     def wait_staged(self, timeout_s: float | None) -> None:
         """`before_update` for everything in flight, with a deadline of its own that is raised."""
         if not self.is_ours:
