@@ -116,13 +116,14 @@ class Attempt:
         prewritten: Mapping[str, bytes] | None = None,
         step: int | None = None,
         host: str = "",
+        remove: Callable[[str], None] | None = None,
     ) -> Attempt:
         """Begin an attempt; every rank calls it with the same ``key``, new for each attempt on this board.
 
         Rank 0 passes ``plan`` and ``prewritten``, the files known beforehand (names without ``/``), which are durable
         with the attempt directory when this returns there. Other ranks wait for that, at most ``deadlines.begin_s``,
         and make sure that they see the same directory. ``clock`` is monotonic, in seconds; ``step`` and ``host`` are
-        for messages.
+        for messages; ``remove`` is handed what an attempt that could not begin has left in the trash.
 
         Raises what `AbortReason.error` gives, the same on every rank that could not begin: `CheckpointExists`,
         `ConfigError` (the root isn't shared), or `SaveFailed` with its cause.
@@ -132,7 +133,13 @@ class Attempt:
         if attempt._actor is Actor.COORDINATOR:
             assert plan is not None
             assert plan.world == board.world
-            attempt._begin(plan, prewritten or {})
+            try:
+                attempt._begin(plan, prewritten or {})
+            except BaseException:
+                if remove is not None:
+                    for name in attempt.trash:
+                        remove(name)
+                raise
         else:
             attempt._join()
         attempt._persist_by = clock() + deadlines.persist_s

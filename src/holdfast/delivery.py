@@ -93,10 +93,12 @@ class Delivery:
         else:
             attempt.report(report)
         reported = time.perf_counter()
-        outcome = attempt.settle(unreported=unreported)
+        try:
+            outcome = attempt.settle(unreported=unreported)
+        finally:  # whatever became of it: what is in the trash is durably out of sight
+            for name in attempt.trash:
+                self.remove(name)
         handle.add_stats(commit_s=time.perf_counter() - reported)
-        for name in attempt.trash:
-            self.remove(name)
         if isinstance(outcome, Aborted):
             self._stop_engine_work(attempt)
             raise outcome.reason.error(step=capture.request.step)
@@ -141,6 +143,7 @@ class Delivery:
             prewritten=prewritten,
             step=capture.request.step,
             host=socket.gethostname(),
+            remove=self.remove,
         )
 
     def _attempt_plan(self, capture: Capture) -> tuple[AttemptPlan, dict[str, bytes]]:
