@@ -244,6 +244,7 @@ class Delivery:
             known, number = self._engine_plan
             if known is plan:
                 return number
+            self._engine_plan = None  # before anything can fail: a number that was dropped is never used again
             self._engine.drop_plan(number)
         number = self._engine.add_plan(**write_plan(plan, buffer))
         self._engine_plan = (plan, number)
