@@ -15,10 +15,12 @@ Does not: touch anything published, except to give an interrupted overwrite its 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -60,15 +62,18 @@ from holdfast.storage import lease
 from holdfast.transitions import Actor, State, advance
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from holdfast.storage.protocol import Storage
 
     Look = Callable[[str, str], lease.LeaseState | None]
+    Claim = Callable[[str], contextlib.AbstractContextManager[object]]
 
 _log = logging.getLogger("holdfast.recovery")
 HASH_BYTES: Final = 256 << 10
-"""Read and hashed at a time, so that what is hashed is still in the processor's cache."""
+"""Hashed at a time."""
+VERIFY_THREADS: Final = 4
+"""How many files of an attempt are read at once: every rank of the job waits for it."""
 MAX_REPORT_BYTES: Final = 1 << 30
 _LOOK_S: Final = 0.1
 _FRESH_MANIFEST: Final = f".{MANIFEST_NAME}.new"
@@ -321,11 +326,15 @@ class _Recovery:
                 size = self.storage.size(f"{directory}/{file.name}")
                 if size != file.size:
                     raise _Unfinished(f"{file.name} has {size} bytes, expected {file.size}")
-        for report in found:
-            for file in report.files:
-                bad = find_bad_extent(self.storage, directory, file)
+        files = [file for report in found for file in report.files]
+        pool = ThreadPoolExecutor(VERIFY_THREADS, thread_name_prefix="holdfast-recovery")
+        try:
+            findings = pool.map(functools.partial(find_bad_extent, self.storage, directory), files)
+            for file, bad in zip(files, findings, strict=True):
                 if bad is not None:
                     raise _Unfinished(f"{file.name} is damaged in bytes {bad[0]} to {bad[1]}")
+        finally:
+            pool.shutdown(cancel_futures=True)
         return lines
 
     def _roll_forward(self, manifest: Manifest, directory: str, entry: HiddenEntry) -> None:
@@ -398,11 +407,16 @@ def find_bad_extent(storage: Storage, directory: str, file: ReportFile) -> tuple
     path = f"{directory}/{file.name}"
     if len(file.extents) != 8 * -(-file.size // EXTENT_BYTES):
         return 0, file.size
-    for index, start in enumerate(range(0, file.size, EXTENT_BYTES)):
-        end = min(start + EXTENT_BYTES, file.size)
-        hasher = xxhash.xxh3_64()
-        for offset in range(start, end, HASH_BYTES):
-            hasher.update(storage.read_range(path, offset, min(HASH_BYTES, end - offset)))
-        if hasher.intdigest().to_bytes(8, "little") != file.extents[8 * index : 8 * index + 8]:
-            return start, end
+    with contextlib.closing(storage.read_pieces(path, EXTENT_BYTES)) as pieces:
+        for index, start in enumerate(range(0, file.size, EXTENT_BYTES)):
+            end = min(start + EXTENT_BYTES, file.size)
+            piece = memoryview(next(pieces, b""))
+            hasher = xxhash.xxh3_64()
+            for offset in range(0, end - start, HASH_BYTES):
+                hasher.update(piece[offset : offset + HASH_BYTES])
+            if (
+                len(piece) < end - start
+                or hasher.intdigest().to_bytes(8, "little") != file.extents[8 * index : 8 * index + 8]
+            ):
+                return start, end
     return None

@@ -68,6 +68,13 @@ def test_links_are_not_followed(tmp_path):
     assert (outside / "precious").exists()
     assert not storage.exists("link")
     assert storage.size("to_file") is None
+    for read in (
+        lambda: storage.read_file("to_file", max_bytes=9),
+        lambda: storage.read_range("to_file", 0, 1),
+        lambda: list(storage.read_pieces("to_file", 9)),
+    ):
+        with pytest.raises(StorageError):
+            read()
     with pytest.raises(StorageError):
         storage.write_file("to_file", b"y")
     assert (outside / "precious").read_text() == "x"

@@ -312,7 +312,7 @@ def test_an_attempt_that_cannot_be_read_keeps_no_other_from_being_settled():
     left_behind(memory, 6)
 
     def refuse(name, *args):
-        if name == "read_range" and "step-5" in args[0]:
+        if name == "read_pieces" and "step-5" in args[0]:
             raise StorageError("bad sector", path=args[0], errno=errno.EIO)
 
     report = start(Stoppable(memory, refuse=refuse))

@@ -13,9 +13,12 @@ import errno
 import os
 import shutil
 import stat
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from holdfast.errors import ConfigError, StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 _ADVICE: Final = {
     errno.EACCES: "check the permissions of the directory for the user this job runs as",
@@ -147,10 +150,13 @@ class LocalStorage:
     def read_file(self, name: str, *, max_bytes: int) -> bytes:
         path = self.path(name)
         try:
-            with open(path, "rb", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                size = os.fstat(fd).st_size
                 if size <= max_bytes:
-                    return _read(file.fileno(), 0, size)
+                    return _read(fd, 0, size)
+            finally:
+                os.close(fd)
         except OSError as error:
             _refuse(error, "read", path)
         message = f"can't read {path}: it has {size} bytes, expected at most {max_bytes}; this is not a file of ours"
@@ -166,6 +172,22 @@ class LocalStorage:
                 os.close(fd)
         except OSError as error:
             _refuse(error, "read", path)
+
+    def read_pieces(self, name: str, nbytes: int) -> Generator[bytes, None, None]:
+        path = self.path(name)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            _refuse(error, "read", path)
+        try:
+            offset = 0
+            while piece := _read(fd, offset, nbytes):
+                yield piece
+                offset += len(piece)
+        except OSError as error:
+            _refuse(error, "read", path)
+        finally:
+            os.close(fd)
 
     def size(self, name: str) -> int | None:
         found = self._lstat(name)

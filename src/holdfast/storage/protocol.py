@@ -7,7 +7,10 @@ or absolute. Every method raises `StorageError` (path, errno) for what the opera
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 
 class Storage(Protocol):
@@ -32,6 +35,13 @@ class Storage(Protocol):
 
     def read_range(self, name: str, offset: int, nbytes: int) -> bytes:
         """``nbytes`` of a file from ``offset``, fewer only where it ends."""
+        ...
+
+    def read_pieces(self, name: str, nbytes: int) -> Generator[bytes, None, None]:
+        """The whole file, ``nbytes`` at a time, the last piece being what is left; opened once. Close what isn't read.
+
+        Raises `StorageError` while it is iterated.
+        """
         ...
 
     def size(self, name: str) -> int | None:

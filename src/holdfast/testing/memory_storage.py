@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 from holdfast.errors import StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
 
 class _Dir:
@@ -93,6 +93,12 @@ class MemoryStorage:
     def read_range(self, name: str, offset: int, nbytes: int) -> bytes:
         with self._lock:
             return self._file(name)[offset : offset + nbytes]
+
+    def read_pieces(self, name: str, nbytes: int) -> Generator[bytes, None, None]:
+        with self._lock:
+            data = self._file(name)
+        for start in range(0, len(data), nbytes):
+            yield data[start : start + nbytes]
 
     def size(self, name: str) -> int | None:
         with self._lock:

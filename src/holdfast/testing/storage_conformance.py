@@ -51,6 +51,18 @@ def range_is_read_back(storage: Storage) -> None:
     assert _refusal(lambda: storage.read_range("b", 0, 1)).errno == errno.ENOENT
 
 
+def pieces_are_read_back(storage: Storage) -> None:
+    storage.write_file("a", b"0123456789")
+    assert list(storage.read_pieces("a", 4)) == [b"0123", b"4567", b"89"]
+    assert list(storage.read_pieces("a", 5)) == [b"01234", b"56789"]
+    storage.write_file("empty", b"")
+    assert list(storage.read_pieces("empty", 4)) == []
+    assert _refusal(lambda: list(storage.read_pieces("b", 1))).errno == errno.ENOENT
+    some = storage.read_pieces("a", 1)
+    assert next(some) == b"0"
+    some.close()
+
+
 def file_is_never_replaced(storage: Storage) -> None:
     storage.write_file("a", b"old")
     assert _refusal(lambda: storage.write_file("a", b"new")).errno == errno.EEXIST
@@ -146,6 +158,7 @@ def file_is_unlinked(storage: Storage) -> None:
 CHECKS: Final[tuple[Callable[[Storage], None], ...]] = (
     file_is_read_back,
     range_is_read_back,
+    pieces_are_read_back,
     file_is_never_replaced,
     file_larger_than_expected_is_refused,
     absence_is_an_answer,
