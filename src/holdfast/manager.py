@@ -12,13 +12,14 @@ import logging
 import os
 import time
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from holdfast import events
 from holdfast.agreement import Votes
 from holdfast.arguments import checked_metrics, checked_path, checked_step
 from holdfast.capture import SaveRequest
 from holdfast.config import CheckpointConfig
+from holdfast.engine.removal import remove_quickly
 from holdfast.errors import (
     CheckpointNotFound,
     ConfigError,
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from holdfast.handle import SaveHandle
 
 _log = logging.getLogger("holdfast")
+SWEEP_S: Final = 2.0
+"""How long all ranks wait at a start for trash to be removed."""
 
 
 class CheckpointManager:
@@ -87,6 +90,8 @@ class CheckpointManager:
         self._restored: int | None = None
         self._seen_first = False
         self._closed = False
+        self._trash: list[str] = []
+        """What recovery wants removed, until there is an engine to do it."""
         self.recovered: Any = None
         """What recovery did at this start (rank 0 only), None where nothing was to do."""
         error: BaseException | None = None
@@ -111,6 +116,8 @@ class CheckpointManager:
                     self._saver, self._raise_failures if config.on_error == "raise_now" else None
                 )
                 guard_updates(self._guard)
+                for name in self._trash:
+                    self._saver.remove(name)
         except BaseException:
             self._let_go()
             raise
@@ -324,8 +331,19 @@ class CheckpointManager:
         create_root(self._root)
         self._lock = RootLock.acquire(self._root)
         self.recovered = report = recover(
-            self._storage, clock=time.monotonic, sleep=time.sleep, timeout_s=self._config.persist_timeout
+            self._storage,
+            clock=time.monotonic,
+            sleep=time.sleep,
+            timeout_s=self._config.persist_timeout,
+            remove=self._trash.append,
         )
+        # Small ones now, so that a root is clean once a manager is there; the engine removes what takes longer.
+        fd = self._storage.open_dir("")
+        try:
+            remove_quickly(fd, self._trash, timeout_s=SWEEP_S)
+        finally:
+            os.close(fd)
+        self._trash = [name for name in self._trash if self._storage.exists(name)]
         events.emit(
             "root.recovered",
             rank=0,

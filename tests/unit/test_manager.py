@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -27,7 +28,9 @@ from holdfast.errors import (
     RootLocked,
     SaveFailed,
     StateMismatch,
+    StorageError,
 )
+from holdfast.storage.local import LocalStorage
 from holdfast.testing.staging import held_copies
 
 
@@ -538,6 +541,52 @@ def test_a_failed_save_may_stop_training_before_its_next_update(tmp_path: Path) 
     assert torch.equal(run.weight(), before)
     run.train()
     manager.close()
+
+
+def test_a_failure_that_may_stop_training_does_not_stop_a_load(tmp_path: Path) -> None:
+    """It would on the rank that knows of it, and the others would wait for that one."""
+    run = Run()
+    run.train()
+    manager = run.manager(tmp_path, on_error="raise_now")
+    manager.save(1).result()
+    fail_one_save(manager, tmp_path, 2).exception()
+    shutil.rmtree(tmp_path / "step-2")
+    assert holdfast.load({"model": run.model}, tmp_path / "step-1").step == 1
+    assert manager.restore() == 1
+    with pytest.raises(CheckpointExists, match="step-2"):
+        run.train()
+    manager.close()
+
+
+def test_a_save_that_cannot_begin_leaves_no_trash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_file = LocalStorage.write_file
+
+    def refuse(storage: LocalStorage, name: str, data: bytes) -> None:
+        if name.endswith(".metadata"):
+            raise StorageError("no space left", path=name, errno=28)
+        write_file(storage, name, data)
+
+    with Run().manager(tmp_path) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalStorage, "write_file", refuse)
+            assert isinstance(manager.save(1).exception(), SaveFailed)
+            with contextlib.suppress(SaveFailed):
+                manager.wait()
+        deadline = time.monotonic() + 10
+        while [entry for entry in os.listdir(tmp_path) if "step-1" in entry] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert os.listdir(tmp_path) == [".holdfast"]
+
+
+def test_trash_that_takes_long_is_removed_after_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trash = tmp_path / ".step-1.0123456789ab.trash"
+    trash.mkdir()
+    for number in range(50):
+        (trash / str(number)).write_bytes(b"")
+    monkeypatch.setattr("holdfast.manager.SWEEP_S", -1.0)
+    with Run().manager(tmp_path) as manager:
+        assert manager.recovered.removed == (trash.name,)
+    assert os.listdir(tmp_path) == [".holdfast"]
 
 
 def test_an_error_in_the_with_block_is_the_one_to_see(tmp_path: Path) -> None:

@@ -6,13 +6,15 @@ goes on after an error and raises the first one. Removal is of trash: what is le
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from typing import TYPE_CHECKING, Final
 
 from holdfast.engine.calls import check_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 MAX_DEPTH: Final = 64
 
@@ -27,6 +29,14 @@ def remove_tree_at(dir_fd: int, name: str, *, stopped: Callable[[], bool] = lamb
     _remove(dir_fd, name, stopped, errors, 0)
     if errors:
         raise errors[0]
+
+
+def remove_quickly(dir_fd: int, names: Sequence[str], *, timeout_s: float) -> None:
+    """Remove what can be removed of these entries in ``timeout_s`` seconds; never raises."""
+    deadline = time.monotonic() + timeout_s
+    for name in names:
+        with contextlib.suppress(OSError):
+            remove_tree_at(dir_fd, name, stopped=lambda: time.monotonic() > deadline)
 
 
 def _remove(dir_fd: int, name: str, stopped: Callable[[], bool], errors: list[OSError], depth: int) -> None:
