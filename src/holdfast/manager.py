@@ -336,6 +336,7 @@ class CheckpointManager:
             sleep=time.sleep,
             timeout_s=self._config.persist_timeout,
             remove=self._trash.append,
+            claim=lambda name: RootLock.acquire_beside(self._storage.path(name)),
         )
         # Small ones now, so that a root is clean once a manager is there; the engine removes what takes longer.
         fd = self._storage.open_dir("")

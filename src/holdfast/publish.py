@@ -106,19 +106,19 @@ def withdraw(storage: Storage, directory: str, name: str, attempt: str) -> tuple
     """Rename what ``attempt`` wrote to ``directory`` to the trash; durable on return.
 
     Returns the entries of the root that may now be removed. None if it can't be made certain that nothing of the
-    attempt is visible, nor left where a recovery would roll it forward.
+    attempt is visible, nor left where a recovery would roll it forward: one that is nowhere may be in its hands.
     """
     target = hidden_name(name, attempt, "trash")
     try:
         if storage.exists(directory):
             rename_once(storage, directory, target)
         storage.sync_dir("")
-        trash = (target,) if storage.exists(target) else ()
+        in_trash = storage.exists(target)
         visible = attempt_at(storage, name) == attempt
     except StorageError as error:
         _log.warning("attempt %s could not be moved to the trash: %s", attempt, error)
         return None
-    return None if visible else trash
+    return (target,) if in_trash and not visible else None
 
 
 def _rename_in(storage: Storage, directory: str, name: str, attempt: str) -> None:

@@ -90,7 +90,7 @@ class RecoveryReport:
     removed: tuple[str, ...] = ()
     """Hidden entries that are gone, or in the hands of ``remove``."""
     left: tuple[str, ...] = ()
-    """Hidden entries that could not be settled, for the storage refused; the log says why. Tried again next time."""
+    """Hidden entries that could not be settled: the storage refused, or a save is at work. Tried again next time."""
 
 
 class _Unfinished(Exception):
@@ -107,17 +107,24 @@ def recover(
     timeout_s: float = 60.0,
     look: Look | None = None,
     remove: Callable[[str], None] | None = None,
+    claim: Claim | None = None,
 ) -> RecoveryReport:
     """Settle every hidden entry of ``storage`` whose final name ``matches``; returns when all are settled.
 
     ``clock`` is monotonic, in seconds. Waits for leases to be quiet: at once where the kernel says that their holder is
     gone, else unmoved for ``lease_quiet_s`` seconds, at most ``timeout_s`` in all; then reads every file of whole
     attempts. ``look`` observes a lease (directory, name); ``remove`` is handed the trash, to be removed elsewhere.
-    Call it under the root's lock, from one thread. Raises `StorageError` if the root itself can't be read or synced.
+    ``claim`` keeps others from saving to a name while it is settled, and raises `RootLocked` where one does: what is
+    hidden under that name is then left. Call it under the root's lock, from one thread. Raises `StorageError` if the
+    root itself can't be read or synced.
     """
-    return _Recovery(storage, clock, sleep, look or _look_at(storage), remove or storage.remove_tree).run(
-        matches, lease_quiet_s, timeout_s
-    )
+    recovery = _Recovery(storage, clock, sleep, look or _look_at(storage), remove or storage.remove_tree)
+    with contextlib.ExitStack() as claimed:
+        hidden = recovery.find(matches)
+        if claim is not None and hidden:
+            recovery.claim({entry.name for entry in hidden}, claim, claimed)
+            hidden = recovery.find(matches)  # who has let go of a name meanwhile has settled its entries
+        return recovery.run(hidden, lease_quiet_s, timeout_s)
 
 
 def recover_one(storage: Storage, name: str, *, timeout_s: float) -> RecoveryReport:
@@ -149,13 +156,26 @@ class _Recovery:
         self.restored: list[str] = []
         self.removed: list[str] = []
         self.left: list[str] = []
+        self.unclaimed: dict[str, str] = {}
+        """Names that others are saving to, and who."""
 
-    def run(self, matches: Callable[[str], bool], lease_quiet_s: float, timeout_s: float) -> RecoveryReport:
+    def find(self, matches: Callable[[str], bool]) -> list[HiddenEntry]:
         # What the directory shows may not be durable yet: decide nothing by entries that could still vanish.
         self.storage.sync_dir("")
-        hidden = [
-            found for entry in self.storage.list_dir("") if (found := parse_hidden(entry)) and matches(found.name)
-        ]
+        return [found for entry in self.storage.list_dir("") if (found := parse_hidden(entry)) and matches(found.name)]
+
+    def claim(self, names: Collection[str], claim: Claim, claimed: contextlib.ExitStack) -> None:
+        for name in sorted(names):
+            try:
+                claimed.enter_context(claim(name))
+            except HoldfastError as error:
+                self.unclaimed[name] = str(error)
+
+    def run(self, hidden: Sequence[HiddenEntry], lease_quiet_s: float, timeout_s: float) -> RecoveryReport:
+        for entry in hidden:
+            if entry.name in self.unclaimed:
+                self._leave(entry, self.unclaimed[entry.name])
+        hidden = [entry for entry in hidden if entry.name not in self.unclaimed]
         attempts = [entry for entry in hidden if entry.kind in {"incomplete", "recovering"}]
         attempts = self._wait_quiet(attempts, lease_quiet_s, timeout_s)
         whole: list[tuple[Manifest, str, HiddenEntry]] = []

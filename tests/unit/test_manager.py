@@ -852,3 +852,23 @@ def test_many_saves_leave_nothing_behind(tmp_path: Path) -> None:
     assert (fds, children) == (before_all[0], before_all[2])
     assert threads <= before_all[1] + 1
     shutil.rmtree(tmp_path)
+
+
+def test_the_start_of_a_manager_leaves_a_save_alone_that_is_at_work_in_its_root(tmp_path: Path) -> None:
+    """`holdfast.save` to a path of its own below the root, between making its directory and publishing."""
+    state = {"w": torch.arange(6.0)}
+    holdfast.save(state, tmp_path / "root" / "other")
+    with held_copies():
+        handle = holdfast.async_save(state, tmp_path / "root" / "mine")
+        hidden = ".mine.0123456789ab.incomplete"
+        (tmp_path / "root" / hidden).mkdir()
+        with holdfast.CheckpointManager(tmp_path / "root", state) as manager:
+            assert manager.recovered.left == (hidden,)
+            assert (tmp_path / "root" / hidden).exists()
+    assert handle.result().path == str(tmp_path / "root" / "mine")
+    deadline = time.monotonic() + 10
+    while (tmp_path / "root" / ".mine.lock").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with holdfast.CheckpointManager(tmp_path / "root", state):
+        pass
+    assert sorted(os.listdir(tmp_path / "root")) == [".holdfast", "mine", "other"]
