@@ -169,6 +169,8 @@ class CheckpointManager:
                 events.emit("load.fallback", step=found, rank=self._group.rank, path=self._storage.path(name))
                 continue
             self._restored = found
+            if self._saver is not None:
+                self._saver.taken.add(name)
             return found
         raise AssertionError("the loop above returns or raises")
 

@@ -29,10 +29,9 @@ from holdfast.callbacks import Callbacks
 from holdfast.capture import Capture, SaveRequest
 from holdfast.delivery import Delivery
 from holdfast.engine.client import EngineClient
-from holdfast.errors import CheckpointExists, ConfigError, DeadlineExceeded, HoldfastError
+from holdfast.errors import ConfigError, DeadlineExceeded, HoldfastError
 from holdfast.handle import SaveHandle
 from holdfast.outcome import AbortReason
-from holdfast.root import is_occupied
 from holdfast.snapshot import SnapshotTaker
 from holdfast.stage import Absence, Stager, WarmUp, skipped
 from holdfast.staging.stager import Staging
@@ -102,6 +101,8 @@ class Saver:
         self._lock = threading.Lock()
         self._stuck: list[CaptureBuffer] = []
         """Buffers that some thread or device may still write to: never used again, never freed."""
+        self.taken: set[str] = set()
+        """Names that something is known to be published at: to save to one again is refused at once."""
         self._closed = False
         self._warmed_up = False
         self._to_stage: queue.SimpleQueue[Capture | Absence | WarmUp | None] = queue.SimpleQueue()
@@ -121,7 +122,8 @@ class Saver:
         """Capture the state and return a handle; copies run on, see the module's docstring.
 
         dtype: convert floating-point tensors to it. Raises what makes this rank unable to take part (`ConfigError`
-        for a leaf that can't be stored, `CheckpointExists`): the other ranks get the same error from their handles.
+        for a leaf that can't be stored, `CheckpointExists` where this session has published): the other ranks get the
+        same error from their handles.
         """
         began = time.perf_counter()
         self._warmed_up = True
@@ -141,7 +143,8 @@ class Saver:
             if not self._take_slot(handle, request):
                 return handle
             try:
-                self._check_target(request)
+                if request.name in self.taken:  # otherwise the stager thread looks: storage may hang
+                    self._delivery.check_target(request)
                 capture = self._capture(tree, request, handle, dtype)
                 self._in_flight[handle] = capture
                 with self._lock:
@@ -280,15 +283,6 @@ class Saver:
         self._to_stage.put(Absence(request, handle, None))
         return False
 
-    def _check_target(self, request: SaveRequest) -> None:
-        if self._group.rank == 0 and not request.overwrite and is_occupied(self._storage, request.name):
-            path = self._storage.path(request.name)
-            raise CheckpointExists(
-                f"step {request.step}: {path} exists already and published checkpoints are never modified; "
-                "choose another path, or pass overwrite=True to replace it as a whole",
-                path=path,
-            )
-
     def _capture(self, tree: StateTree, request: SaveRequest, handle: SaveHandle, dtype: str | None) -> Capture:
         snapshot = self._snapshots.take(tree, dtype)
         staging = Staging(snapshot.watched, snapshot.devices)
@@ -404,6 +398,7 @@ class Saver:
             events.emit("save.failed", step=request.step, rank=self._group.rank, path=handle.path, error=repr(error))
             handle.finish(error, stage="failed")
         else:
+            self.taken.add(request.name)
             events.emit("save.published", step=request.step, rank=self._group.rank, path=handle.path)
             handle.finish(outcome, stage="published")
         self._in_flight.pop(handle, None)

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING
 from holdfast import events
 from holdfast.agreement import Agreement, Ballot
 from holdfast.capture import Capture, CapturePool, DeliveryPlan, SaveRequest
-from holdfast.errors import EngineDied, SaveFailed
+from holdfast.errors import EngineDied, HoldfastError, SaveFailed
 from holdfast.format.dcp import render_metadata
 from holdfast.format.objects import render_object
+from holdfast.outcome import AbortReason
 from holdfast.plan.write import RankPlan, plan_rank, plan_save
 from holdfast.staging.layout import CaptureBuffer
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from holdfast.delivery import Delivery
     from holdfast.group import Group
     from holdfast.handle import SaveHandle, Stage
-    from holdfast.outcome import AbortReason
     from holdfast.snapshot import Snapshot
 
 _log = logging.getLogger("holdfast")
@@ -117,10 +117,15 @@ class Stager:
         request, snapshot = capture.request, capture.snapshot
         deadline = time.monotonic() + self._stage_timeout_s
         plan = self.plan
-        ballot = Ballot(request.step, capture.handle.path, snapshot.digest, replan=plan is None)
+        refusal: AbortReason | None = None
+        try:
+            self._delivery.check_target(request)
+        except HoldfastError as error:
+            refusal = AbortReason.of(error, rank=self._group.rank)
+        ballot = Ballot(request.step, capture.handle.path, snapshot.digest, replan=plan is None, refusal=refusal)
         capture.number = self._agreement.cast(ballot, snapshot.encoded)
         failed: BaseException | None = None
-        if plan is not None and plan.digest == snapshot.digest:
+        if plan is not None and plan.digest == snapshot.digest and refusal is None:
             try:
                 # Optimistic: the plan in use is almost always the one the ranks will agree on.
                 self._copy(capture, plan)

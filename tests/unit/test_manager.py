@@ -352,6 +352,28 @@ def test_where_all_is_damaged_the_last_error_is_raised(tmp_path: Path) -> None:
         manager.restore()
 
 
+def test_where_a_save_goes_is_not_looked_at_on_the_training_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file server that hangs must not hang training: `save` returns, and the next update waits for so long only."""
+    hangs, lstat = threading.Event(), os.lstat
+
+    def slow(path: str) -> os.stat_result:
+        if str(path).endswith("step-2"):
+            hangs.wait(20)
+        return lstat(path)
+
+    run = Run()
+    with run.manager(tmp_path) as manager:
+        manager.save(1).result()
+        monkeypatch.setattr(os, "lstat", slow)
+        began = time.monotonic()
+        handle = manager.save(2)
+        assert time.monotonic() - began < 5
+        hangs.set()
+        assert handle.result().step == 2
+
+
 def test_a_run_that_went_back_writes_over_what_it_left_behind(tmp_path: Path) -> None:
     saved_run(tmp_path, 4)
     run = Run(1)
