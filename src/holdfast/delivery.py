@@ -28,6 +28,7 @@ from holdfast.commit import Attempt, Deadlines
 from holdfast.engine.messages import FileRow
 from holdfast.errors import CheckpointExists, DeadlineExceeded, HoldfastError, OutcomeUnknown
 from holdfast.format.manifest import (
+    FORMAT,
     METADATA_NAME,
     AttemptPlan,
     Manifest,
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("holdfast")
 
-MANIFEST_FORMAT: Final = 1
 ABORT_LOOK_S: Final = 1.0
 """How often a rank that waits for its engine looks whether another rank has given up."""
 
@@ -162,7 +162,7 @@ class Delivery:
         metadata = delivery.metadata if delivery is not None else b""
         attempt = attempt_id()
         manifest = Manifest(
-            format=MANIFEST_FORMAT,
+            format=FORMAT,
             name=request.name,
             attempt=attempt,
             step=request.step,

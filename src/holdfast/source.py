@@ -28,6 +28,7 @@ from holdfast.format.manifest import (
 )
 from holdfast.format.sealed import xxh3_128
 from holdfast.plan.read import StoredShard, StoredTensor
+from holdfast.root import MAX_MANIFEST_BYTES
 from holdfast.storage.reading import Blamer, FileSet, StoredFile
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from holdfast.plan.structure import PathItem
 
 READ_THREADS: Final = 2
-MANIFEST_BYTES_MAX: Final = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ class HoldfastSource:
 def open_holdfast(directory: str) -> HoldfastSource:
     """The Holdfast checkpoint in ``directory``. Raises `CheckpointNotFound` where there is no manifest."""
     path = os.path.join(directory, MANIFEST_NAME)
-    return HoldfastSource(directory, decode_manifest(read_small(path, limit=MANIFEST_BYTES_MAX), path=path))
+    return HoldfastSource(directory, decode_manifest(read_small(path, limit=MAX_MANIFEST_BYTES), path=path))
 
 
 def read_small(path: str, *, limit: int, committed: bool = False) -> bytes:
