@@ -26,7 +26,6 @@ import torch
 
 from holdfast import events
 from holdfast._version import __version__
-from holdfast.engine.attempt import Heartbeat
 from holdfast.errors import CheckpointExists, OutcomeUnknown, SaveFailed, StorageError
 from holdfast.format.manifest import (
     FORMAT,
@@ -43,7 +42,7 @@ from holdfast.format.sealed import xxh3_128
 from holdfast.publish import clear_scaffolding, finish_manifest, note_overwritten, publish, withdraw
 from holdfast.recovery import recover_one
 from holdfast.root import attempt_id, hidden_name, is_occupied
-from holdfast.storage.lease import LEASE_PREFIX, hold, new_record
+from holdfast.storage.lease import LEASE_PREFIX, Heartbeat, hold, new_record
 from holdfast.storage.local import LocalStorage, create_root
 from holdfast.storage.lock import RootLock
 

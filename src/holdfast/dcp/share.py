@@ -28,7 +28,6 @@ from holdfast import _torch_compat as compat
 from holdfast import events
 from holdfast.boxes import Box
 from holdfast.dtypes import ITEMSIZE
-from holdfast.engine.attempt import Heartbeat
 from holdfast.engine.checksums import compile_plan
 from holdfast.engine.executor import Progress, WriteOptions, Written, write_files, write_report
 from holdfast.engine.messages import AddPlan, FileRow
@@ -42,7 +41,7 @@ from holdfast.plan.write import PlacedTensor, RankPlan, lay_out
 from holdfast.staging.copies import CopyBatch, CopyItem
 from holdfast.staging.image import Image
 from holdfast.state.entries import check_tensor, local_tensor
-from holdfast.storage.lease import hold, lease_name, new_record
+from holdfast.storage.lease import Heartbeat, hold, lease_name, new_record
 
 WINDOW_BYTES_MIN: Final = 256 << 20
 WINDOW_SHARE: Final = 8

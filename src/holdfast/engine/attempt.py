@@ -15,7 +15,6 @@ by the control thread). Every exception of the worker becomes `Failed`.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from holdfast.engine.calls import SYSTEM, Calls, where
 from holdfast.engine.executor import Progress, Stopped, WriteOptions, Written, write_files, write_report
 from holdfast.errors import StorageError
 from holdfast.format import manifest
-from holdfast.storage.lease import Lease, hold, new_record
+from holdfast.storage.lease import Heartbeat, hold, new_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,27 +55,6 @@ class Job:
     """Compiles the plan on first use: on the worker, since 100,000 tensors take a while."""
     index: bytes
     options: WriteOptions
-
-
-class Heartbeat:
-    """Keeps a lease beating on a thread of its own: a file system that hangs must not hang the control thread."""
-
-    def __init__(self, lease: Lease) -> None:
-        self._lease = lease
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="holdfast-lease", daemon=True)
-        self._thread.start()
-
-    def stop(self, *, wait_s: float) -> None:
-        """Remove the lease; waits at most ``wait_s`` for it."""
-        self._stop.set()
-        self._thread.join(wait_s)
-
-    def _run(self) -> None:
-        while not self._stop.wait(messages.BEAT_S):
-            with contextlib.suppress(OSError):  # a failing disk is the writers' to report; the lock says we live
-                self._lease.beat()
-        self._lease.release()
 
 
 class Attempt:
@@ -128,10 +106,6 @@ class Attempt:
         if settled and self._heartbeat is not None:
             self._heartbeat.stop(wait_s=0)  # the worker may be in a system call for long; the lease need not be
         return settled
-
-    def discard(self) -> None:
-        """Close what a job that was never started owns."""
-        os.close(self._job.dir_fd)
 
     def _run(self) -> None:
         try:

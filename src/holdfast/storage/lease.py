@@ -9,14 +9,16 @@ crash can tell "being finished" from "left behind":
 Guarantees: under its final name a lease is always whole and locked (it is made under another name, locked, then
 renamed); the record keeps its size, so a rewrite never truncates; observing never blocks the holder for long.
 Assumes: clocks of different hosts are not compared; `LeaseState` is for "did it change?", on the observer's own clock.
-Does not: decide how long is quiet (``commit`` does), or run a thread (the engine's `Heartbeat` does).
+Does not: decide how long is quiet (``recovery`` does).
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
+import threading
 import time
 from typing import Final
 
@@ -27,8 +29,11 @@ from holdfast.errors import StorageError
 LEASE_PREFIX: Final = "lease-"
 RECORD_BYTES: Final = 512
 """Every record is padded with blanks to this size: one sector, so readers see an old or a new one."""
+BEAT_S: Final = 0.25
 SYNC_EVERY: Final = 8
 """Beats between two flushes: a network file system shows other hosts what was flushed, not what was written."""
+NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+"""How a file system says that it has no locks."""
 _LOCK_TRIES: Final = 50
 _LOCK_PAUSE_S: Final = 0.02
 
@@ -119,6 +124,27 @@ class Lease:
             os.close(self._dir_fd)
 
 
+class Heartbeat:
+    """Keeps a lease beating on a thread of its own: a file system that hangs must not hang the control thread."""
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="holdfast-lease", daemon=True)
+        self._thread.start()
+
+    def stop(self, *, wait_s: float) -> None:
+        """Remove the lease; waits at most ``wait_s`` for it."""
+        self._stop.set()
+        self._thread.join(wait_s)
+
+    def _run(self) -> None:
+        while not self._stop.wait(BEAT_S):
+            with contextlib.suppress(OSError):  # a failing disk is the writers' to report; the lock says we live
+                self._lease.beat()
+        self._lease.release()
+
+
 def hold(dir_fd: int, name: str, record: LeaseRecord) -> Lease:
     """Create the lease ``name`` in the directory ``dir_fd``, locked. ``dir_fd`` stays the caller's, who may close it.
 
@@ -183,7 +209,7 @@ def _lock(fd: int) -> None:
         except BlockingIOError:
             time.sleep(_LOCK_PAUSE_S)
         except OSError as error:
-            if error.errno in {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}:
+            if error.errno in NO_LOCKS:
                 return
             raise
         else:

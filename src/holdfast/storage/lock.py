@@ -23,6 +23,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Final
 
 from holdfast.errors import RootLocked, StorageError
+from holdfast.storage.lease import NO_LOCKS
 from holdfast.storage.local import LocalStorage
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("holdfast.storage")
 DIRECTORY: Final = ".holdfast"
-_NO_LOCKS: Final = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _PAUSE_S: Final = 0.05
 _CHANGING_HANDS_S: Final = 1.0
 """How much longer to try where the file is unlinked under us: its last holder is letting go of it."""
@@ -143,7 +143,7 @@ def _lock(fd: int, path: str) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno in _NO_LOCKS:
+        if error.errno in NO_LOCKS:
             _log.warning("the file system of %s has no locks; nothing keeps a second writer away", path)
             return True
         raise StorageError(f"can't lock {path}: {error.strerror}", path=path, errno=error.errno) from error
