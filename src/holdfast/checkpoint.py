@@ -19,6 +19,7 @@ import torch
 
 from holdfast.boxes import Box, whole
 from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, HoldfastError, StorageError
+from holdfast.format.manifest import EXTENT_BYTES
 from holdfast.format.objects import load_object
 from holdfast.opening import open_source
 from holdfast.plan.read import Want, plan_reads
@@ -28,7 +29,7 @@ from holdfast.state.entries import torch_dtype
 if TYPE_CHECKING:
     from holdfast.format.manifest import Manifest
     from holdfast.source import Source
-    from holdfast.storage.reading import FileSet
+    from holdfast.storage.reading import FileSet, StoredFile
 
 Index = tuple[slice | int, ...] | slice | int
 
@@ -139,35 +140,50 @@ class Checkpoint:
 
         progress: called with (bytes done, bytes in all) now and then, on the calling thread.
         """
-        problems: list[Problem] = []
-        total = sum(file.size for file in self._source.files.values())
+        problems = list(map(_problem, self._source.check_listing()))
+        total = sum(max(0, file.size) for file in self._source.files.values())
         done = 0
-        problems.extend(map(_problem, self._source.check_listing()))
+
+        def advance(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            if progress is not None:
+                progress(done, total)
+
         with self._source.open_files(verify=True) as files:
             for file in self._source.files.values():
-                for start in range(0, file.size, VERIFY_SPAN_BYTES):
-                    try:
-                        files.read_span(file.name, start, min(file.size, start + VERIFY_SPAN_BYTES))
-                    except (CheckpointCorrupt, StorageError) as error:
-                        problems.extend(map(_problem, _narrow(files, file.name, start, file.size, error)))
-                    done = min(total, done + VERIFY_SPAN_BYTES)
-                    if progress is not None:
-                        progress(done, total)
-                    if problems and problems[-1].byte_range is None:
-                        break  # the file can't be opened: once is enough
+                if file.size >= 0:  # one that is not there is in the listing
+                    problems.extend(map(_problem, _check(files, file, advance)))
         return VerifyReport(not problems, len(self._source.files), total, self._source.checksummed, tuple(problems))
 
 
-def _narrow(files: FileSet, name: str, start: int, size: int, error: HoldfastError) -> Iterator[HoldfastError]:
-    """Every bad extent of a span that was found bad, not just its first."""
-    if not isinstance(error, CheckpointCorrupt) or error.byte_range is None:
+def _check(files: FileSet, file: StoredFile, advance: Callable[[int], None]) -> Iterator[HoldfastError]:
+    """Read a whole file: every extent of it that is wrong, or the one reason why it can't be read."""
+    left = file.size
+    try:
+        files.require(file.name)
+        for start in range(0, file.size, VERIFY_SPAN_BYTES):
+            end = min(file.size, start + VERIFY_SPAN_BYTES)
+            yield from _bad_extents(files, file.name, start, end)
+            left -= end - start
+            advance(end - start)
+    except (CheckpointCorrupt, StorageError) as error:
         yield error
+        advance(left)
+
+
+def _bad_extents(files: FileSet, name: str, start: int, end: int) -> Iterator[CheckpointCorrupt]:
+    """Every bad extent of a span, not just its first. Raises `StorageError`."""
+    try:
+        files.read_span(name, start, end)
         return
-    for extent in range(start, min(size, start + VERIFY_SPAN_BYTES), 1 << 20):
+    except CheckpointCorrupt:
+        pass
+    for extent in range(start, end, EXTENT_BYTES):
         try:
-            files.read_span(name, extent, min(size, extent + (1 << 20)))
-        except (CheckpointCorrupt, StorageError) as narrowed:
-            yield narrowed
+            files.read_span(name, extent, min(end, extent + EXTENT_BYTES))
+        except CheckpointCorrupt as error:
+            yield error
 
 
 def _problem(error: HoldfastError) -> Problem:

@@ -247,6 +247,25 @@ def test_load_verifies_unless_told_otherwise(tmp_path: Path) -> None:
     assert [(problem.path, problem.tensor) for problem in report.problems] == [(str(file), "a")]
 
 
+@pytest.mark.parametrize("how", ["absent", "short", "long"])
+def test_verify_looks_at_everything_and_names_each_thing_once(tmp_path: Path, how: str) -> None:
+    path = Path(holdfast.save({"a": torch.ones(24 << 18), "b": {"c": {1}}}, tmp_path / "c").path)
+    large, small = sorted(path.glob("*.distcp"), key=lambda file: -file.stat().st_size)
+    with large.open("r+b") as file:
+        file.seek(20 << 20)
+        file.write(b"!")
+    (path / "README").write_text("what is this doing here?")
+    if how == "absent":
+        small.unlink()
+    else:
+        os.truncate(small, small.stat().st_size + (-1 if how == "short" else 5 << 20))
+    told: list[tuple[int, int]] = []
+    report = holdfast.open(path).verify(lambda done, total: told.append((done, total)))
+    found = sorted((Path(problem.path).name, problem.tensor) for problem in report.problems)
+    assert found == sorted([("README", None), (large.name, "a"), (small.name, None)])
+    assert told[-1] == (report.nbytes, report.nbytes)
+
+
 def test_load_waits_for_a_lazy_save_of_what_it_overwrites(tmp_path: Path) -> None:
     state = state_of()
     holdfast.save(state_of(5), tmp_path / "other")

@@ -107,6 +107,10 @@ class FileSet:
     def path_of(self, name: str) -> str:
         return os.path.join(self._directory, name)
 
+    def require(self, name: str) -> None:
+        """Open a file; raises unless it is there with the size it was committed with."""
+        self._fd(self._file(name))
+
     def read(self, work: Iterable[Callable[[], None]]) -> None:
         """Run jobs (of `jobs_for`, or others that use `read_span`) on the reader threads; the first error is raised."""
         pool = ThreadPoolExecutor(self._threads, thread_name_prefix="holdfast-read")
