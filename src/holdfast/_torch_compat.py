@@ -241,16 +241,42 @@ def has_copy_kernel(dtype: torch.dtype) -> bool:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as one every kernel takes: itself, or for fp8 and the like its bits as integers of the same size."""
-    if tensor.dtype in _ORDINARY or tensor.is_conj() or tensor.is_neg():
+    """``tensor`` as one every kernel takes: itself, or for fp8 and the like its bits as integers of the same size.
+
+    Of a conjugate or negated view without a kernel of its own these are the bits of a resolved copy: for reading only.
+    """
+    if tensor.dtype in _ORDINARY:
         return tensor
+    if tensor.is_conj() or tensor.is_neg():
+        return _resolved_bits(tensor)
     return tensor.view(SAME_SIZE_INT[tensor.element_size()])
+
+
+def _resolved_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """What a conjugate or negated view shows, in new memory; complex32 has no kernel for both at once."""
+    if tensor.dtype != torch.complex32:
+        return tensor.resolve_neg().view(SAME_SIZE_INT[tensor.element_size()])
+    memory = _same_memory(tensor, like=tensor)
+    halves = torch.view_as_real(memory).view(torch.int16).contiguous()
+    if tensor.is_neg():
+        halves = halves ^ torch.iinfo(torch.int16).min
+    if tensor.is_conj():
+        halves = torch.stack((halves[..., 0], halves[..., 1] ^ torch.iinfo(torch.int16).min), -1)
+    return halves.view(torch.int32).squeeze(-1)
+
+
+def _same_memory(tensor: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
+    """``tensor`` seen through what ``like`` is seen through once more: conjugating and negating undo themselves."""
+    if like.is_conj():
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if like.is_neg() else tensor
 
 
 def copy_(target: torch.Tensor, source: torch.Tensor) -> None:
     """``target.copy_(source)`` for every dtype: bit for bit where the dtypes are equal, converted otherwise."""
     if target.dtype == source.dtype:
-        target, source = bits(target), bits(source)
+        # The memory under a view takes the source seen through the same view.
+        target, source = bits(_same_memory(target, like=target)), bits(_same_memory(source, like=target))
     target.copy_(source)
 
 

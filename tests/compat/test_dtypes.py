@@ -62,7 +62,7 @@ def variants(dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
     }
     if dtype in (torch.bfloat16, torch.uint8, torch.float8_e4m3fn, torch.complex128):
         found["large"] = random_bits((2, (1 << 20) // dtype.itemsize + 8), dtype, seed)  # starts on a page
-    if dtype in (torch.complex64, torch.complex128):
+    if dtype.is_complex:
         found["conjugated"] = random_bits((4, 3), dtype, seed).conj()
         found["negated"] = random_bits((4, 3), dtype, seed).conj().imag
         assert found["conjugated"].is_conj()
@@ -79,6 +79,14 @@ def blank(like: dict[str, Any], *, strided: bool) -> dict[str, Any]:
         return out[..., 1] if strided else out
 
     return {kind: {name: make(tensor) for name, tensor in of_kind.items()} for kind, of_kind in like.items()}
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "plain": lambda tensor: tensor,
+    "conjugated": lambda tensor: tensor.conj(),
+    "negated": lambda tensor: torch._neg_view(tensor),
+    "both": lambda tensor: torch._neg_view(tensor.conj()),
+}
 
 
 def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
@@ -161,6 +169,32 @@ def test_every_dtype_comes_back_bit_for_bit(saved: dict[str, Path], writer: str,
     else:
         dcp.load(found, storage_reader=holdfast.dcp.Reader(saved[writer]), no_dist=True)
     assert differences(expected, found) == []
+
+
+def shown(view: str, memory: torch.Tensor) -> list[Any]:
+    """What a view of complex ``memory`` shows, by way of a dtype that has all kernels."""
+    wide = VIEWS[view](torch.view_as_complex(torch.view_as_real(memory).double()))
+    values: list[Any] = torch.view_as_real(wide.resolve_conj().resolve_neg()).tolist()
+    return values
+
+
+@pytest.mark.parametrize("staging", ["lazy", "eager"])
+@pytest.mark.parametrize("name", ["complex32", "complex64", "complex128"])
+def test_views_that_show_other_values_than_their_memory(tmp_path: Path, name: str, staging: Any) -> None:
+    numbers = torch.randn(4, 3, 2, dtype=ALL[name].to_real())
+    memory = torch.view_as_complex(numbers)
+    views = {view: change(memory) for view, change in VIEWS.items()}
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))])
+    optimizer.state[optimizer.param_groups[0]["params"][0]] = dict(views)  # staged as staging says
+    handle = holdfast.async_save({"plain": views, "optimizer": optimizer}, tmp_path / "a", staging=staging)
+    checkpoint = handle.result()
+    for view in VIEWS:
+        for stored in (f"plain.{view}", f"optimizer.state.0.{view}"):
+            assert shown("plain", checkpoint.read(stored)) == shown(view, memory), stored
+    for through, change in VIEWS.items():
+        memories = {view: torch.view_as_complex(torch.zeros_like(numbers)) for view in VIEWS}
+        holdfast.load({"plain": {view: change(memories[view]) for view in VIEWS}}, checkpoint.path)
+        assert [view for view in VIEWS if shown(through, memories[view]) != shown(view, memory)] == []
 
 
 def test_holdfast_is_verified_and_read_by_name(saved: dict[str, Path]) -> None:
