@@ -306,8 +306,12 @@ def host_memory(tensor: torch.Tensor) -> memoryview:
 
 
 def untraced(function: Any) -> Any:
-    """Keep ``torch.compile`` from tracing into ``function``: it is run as it is, between compiled regions."""
-    disable: Any = torch.compiler.disable
+    """Keep ``torch.compile`` from tracing into ``function``: it is run as it is, between compiled regions.
+
+    `torch.compiler.disable`, but for when the compiler is imported: with the first call, not at once. torch's own
+    optimizers are wrapped by it. If it goes, wrap where the hook is registered and pay the second it takes.
+    """
+    disable: Any = torch._disable_dynamo
     return disable(function)
 
 

@@ -2,11 +2,12 @@
 
 The global pre-step hook is used, and filtered by what was captured, because a hook on one optimizer is bypassed by
 wrappers and fires too late in optimizer-in-backward. It is registered with the first saver and costs one look at an
-empty set when nothing is in flight.
+empty tuple when nothing is in flight.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,26 +29,39 @@ class Guard(Protocol):
         ...
 
 
-_guards: weakref.WeakSet[Any] = weakref.WeakSet()
+_guards: tuple[weakref.ref[Guard], ...] = ()
+"""Never changed, only replaced, under `_lock`: managers come and go on other threads while this one steps."""
+_lock = threading.Lock()
 _registered = False
 
 
 def guard_updates(guard: Guard) -> None:
     """Call ``guard.before_update`` before every optimizer step, as long as the guard lives."""
-    global _registered  # noqa: PLW0603 - one hook a process
-    if not _registered:
-        register_optimizer_step_pre_hook(_before_step)
-        _registered = True
-    _guards.add(guard)
+    global _registered, _guards  # noqa: PLW0603 - one hook a process
+    with _lock:
+        if not _registered:
+            register_optimizer_step_pre_hook(_before_step)
+            _registered = True
+        _guards = (*_others(guard), weakref.ref(guard))
 
 
 def unguard_updates(guard: Guard) -> None:
-    _guards.discard(guard)
+    global _guards  # noqa: PLW0603 - one hook a process
+    with _lock:
+        _guards = _others(guard)
+
+
+def _others(guard: Guard) -> tuple[weakref.ref[Guard], ...]:
+    return tuple(reference for reference in _guards if (living := reference()) is not None and living is not guard)
+
+
+def _living() -> list[Guard]:
+    return [guard for reference in _guards if (guard := reference()) is not None]
 
 
 def before_any_load() -> None:
     """Return when every captured state of this process may be changed: a load changes all it finds."""
-    for guard in list(_guards):
+    for guard in _living():
         guard.before_load()
 
 
@@ -60,5 +74,5 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     def touches(captured: frozenset[int]) -> bool:
         return any(id(param) in captured for group in optimizer.param_groups for param in group["params"])
 
-    for guard in list(_guards):
+    for guard in _living():
         guard.before_update(touches)

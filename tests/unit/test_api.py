@@ -318,6 +318,20 @@ def test_import_is_cheap_and_starts_nothing() -> None:
     )
 
 
+def test_no_compiler_is_imported_for_a_program_that_has_none(tmp_path: Path) -> None:
+    run_python(
+        f"""
+        import sys, torch, holdfast
+        from holdfast import manager, optimizer_hook
+        assert "torch._dynamo" not in sys.modules, "importing"
+        path = holdfast.save({{"a": torch.ones(9)}}, {str(tmp_path / "a")!r}).path
+        holdfast.load({{"a": torch.zeros(9)}}, path)
+        assert holdfast.open(path).read("a").sum() == 9
+        assert "torch._dynamo" not in sys.modules, "saving or loading"
+        """
+    )
+
+
 def test_every_public_name_is_there() -> None:
     for name in holdfast.__all__:
         assert getattr(holdfast, name) is not None
