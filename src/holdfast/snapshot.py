@@ -1,7 +1,7 @@
 """What a save takes of the state on the training thread: references where the state stands still, copies elsewhere.
 
 Parameters and optimizer state change only in an update, and updates wait for the copies: a reference is enough.
-Buffers, small tensors and plain objects may change any moment: they are copied before `save` returns.
+Buffers, the user's own tensors and plain objects may change any moment: they are copied before `save` returns.
 
 Guarantees: taking a snapshot changes nothing of the state. While the state keeps its structure, only eager values
 are copied and objects pickled; names, shapes and the structure's digest are those of the time before.

@@ -230,7 +230,7 @@ def read_small(path: str, *, limit: int, committed: bool = False) -> bytes:
         raise refused(path, error) from error
     try:
         with os.fdopen(fd, "rb") as file:
-            return file.read(limit + 1)
+            return file.read(min(limit, os.fstat(fd).st_size) + 1)  # a limit may be far more than there is
     except OSError as error:
         raise refused(path, error) from error
 

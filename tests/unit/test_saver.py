@@ -163,20 +163,21 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
 
 
 def test_a_state_that_changed_on_one_rank_fails_the_save_on_both(job: Job, gate: Gate) -> None:
-    job.states[1]["large"] = job.states[0]["large"] = None
-    for state in job.states:
-        state["large"] = torch.zeros(1 << 19)
+    models = [torch.nn.Linear(4, 4, bias=False) for _ in job.states]
+    models[1].load_state_dict(models[0].state_dict())
+    for state, model in zip(job.states, models, strict=True):
+        state["model"] = model
     job.check(1)
     gate.close()
     handles = job.save(2)
-    job.states[1]["large"].add_(1)
+    models[1].weight.data.add_(1)
     gate.open()
     for handle in handles:
         error = handle.exception(30)
         assert isinstance(error, StateChangedWhileStaging)
-        assert (error.tensor, error.step) == ("large", 2)
+        assert (error.tensor, error.step) == ("model.weight", 2)
         assert "rank 1" in str(error)
-    job.states[1]["large"].zero_()
+    models[1].load_state_dict(models[0].state_dict())
     job.check(3)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -195,6 +196,34 @@ def test_buffers_and_plain_values_may_change_at_once(tmp_path: Path, gate: Gate)
     assert (checkpoint.objects["train.tokens"], checkpoint.objects["train.history"]) == (5, [1, 2])
 
 
+class Replay:
+    """What dataloaders, replay buffers and averages do: change at any moment, and tell nobody."""
+
+    def __init__(self) -> None:
+        self.memory = np.zeros(1 << 19, np.float32)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shared": torch.from_numpy(self.memory), "shards": [torch.zeros(1 << 19)]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.memory[:] = state["shared"].numpy()
+
+
+def test_only_what_updates_change_is_staged_late(tmp_path: Path, gate: Gate) -> None:
+    model, optimizer = small()
+    replay, plain = Replay(), torch.zeros(1 << 19)
+    with manager_of({"model": model, "optimizer": optimizer, "replay": replay, "plain": plain}, tmp_path) as manager:
+        for step in range(1, 4):
+            gate.close()
+            handle = manager.save(step)
+            replay.memory += 1
+            plain.add_(1)
+            gate.open()
+            checkpoint = handle.result()
+            for name in ("replay.shared", "plain"):
+                assert checkpoint.read(name).unique().tolist() == [step - 1]
+
+
 def test_an_average_that_is_updated_without_saying_so(tmp_path: Path, gate: Gate) -> None:
     model, _ = small()
     average = torch.optim.swa_utils.AveragedModel(model)
@@ -251,8 +280,10 @@ def one_rank_mesh() -> Iterator[Any]:
 def test_a_dtensor_is_watched_outside_and_inside(through: str, one_rank_mesh: Any, tmp_path: Path, gate: Gate) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    dtensor = distribute_tensor(torch.randn(1 << 10, 1 << 9), one_rank_mesh, [Shard(0)])
-    with manager_of({"x": dtensor}, tmp_path, on_error="warn") as manager:
+    model = nn.Module()
+    model.x = nn.Parameter(distribute_tensor(torch.randn(1 << 10, 1 << 9), one_rank_mesh, [Shard(0)]), False)
+    dtensor: Any = model.x
+    with manager_of({"model": model}, tmp_path, on_error="warn") as manager:
         gate.close()
         handle = manager.save(1)
         if through == "outer":
@@ -266,9 +297,31 @@ def test_a_dtensor_is_watched_outside_and_inside(through: str, one_rank_mesh: An
         gate.open()
         error = handle.exception()
         assert isinstance(error, StateChangedWhileStaging)
-        assert error.tensor == "x"
-        with pytest.warns(UserWarning, match="x was changed"):
+        assert error.tensor == "model.x"
+        with pytest.warns(UserWarning, match="model.x was changed"):
             manager.wait()
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit, MemoryError])
+def test_an_interrupt_is_that_of_the_thread_that_copies(
+    interrupt: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = torch.ones(3), torch.zeros(3)
+    staging = Staging(WatchList({"x": source}))
+    staging.load(Copies.of([CopyItem("x", source, None, target)]), Copies.of([]))
+
+    def copy(batch: CopyBatch, *, non_blocking: bool = False) -> None:
+        raise interrupt
+
+    monkeypatch.setattr(CopyBatch, "copy", copy)
+    if issubclass(interrupt, Exception):
+        staging.help_copy()
+    else:
+        with pytest.raises(interrupt):
+            staging.help_copy()
+    with pytest.raises(interrupt):  # and whoever waits for the copies, here or elsewhere, is told
+        staging.run(timeout_s=5.0)
+    assert staging.wait_idle(5.0)
 
 
 # deadlines and threads -------------------------------------------------------------------------------------------

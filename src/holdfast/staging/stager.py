@@ -179,15 +179,21 @@ class Staging:
         error: BaseException | None = None
         try:
             copy_batch(batch)
-        except BaseException as failed:  # noqa: BLE001 - handed to whoever waits for the copies
+        except BaseException as failed:
             error = failed
+            if not isinstance(failed, Exception):
+                raise  # an interrupt is this thread's, whose copy it was is told to whoever waits for it
+        finally:
+            self._end_batch(error, time.perf_counter() - started)
+        return error is None
+
+    def _end_batch(self, error: BaseException | None, copy_s: float) -> None:
         with self._condition:
             self._copying -= 1
             if error is not None:
                 self._error = error
-            self.copy_s += time.perf_counter() - started
+            self.copy_s += copy_s
             self._condition.notify_all()
-        return error is None
 
     def order_device_updates(self) -> None:
         """Make the current CUDA streams wait for the copies; the calling thread does not."""

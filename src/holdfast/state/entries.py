@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 Path = tuple[PathItem, ...]
 
-LAZY_BYTES: Final = 1 << 20
-"""A plain tensor of the user's, larger than this, is staged lazily like a parameter: see `TensorEntry.lazy`."""
-
 _DTYPES: Final = {dtype: name for name in ITEMSIZE if isinstance(dtype := getattr(torch, name, None), torch.dtype)}
 _FULL_CHECK_TENSORS: Final = 4096
 
@@ -37,7 +34,10 @@ class TensorEntry(msgspec.Struct, frozen=True, eq=False):
     path: Path
     tensor: torch.Tensor
     lazy: bool
-    """It changes only in an optimizer step, or where the user calls ``before_update()``: staging may take its time."""
+    """It changes only in an optimizer step, or where the user calls ``before_update()``: staging may take its time.
+
+    True of parameters and optimizer state. Whatever else the user has may change at any moment, however large.
+    """
 
 
 class ObjectEntry(msgspec.Struct, frozen=True, eq=False):
@@ -118,11 +118,6 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if compat.is_dtensor(tensor):
         tensor = compat.dtensor_local(tensor)
     return compat.wait_for_collective(tensor).detach()
-
-
-def is_large(tensor: torch.Tensor) -> bool:
-    local = compat.dtensor_local(tensor) if compat.is_dtensor(tensor) else tensor
-    return local.numel() * local.element_size() > LAZY_BYTES
 
 
 class TensorGuard:

@@ -37,7 +37,6 @@ from holdfast.state.entries import (
     Path,
     TensorEntry,
     check_tensor,
-    is_large,
     joined,
     same_objects,
 )
@@ -96,7 +95,6 @@ class StateTree:
         self._static: tuple[TensorEntry, ...] = ()
         self._static_order: tuple[Path, ...] = ()
         self._described: list[tuple[Any, ...]] | None = None
-        self._lazy: list[TensorEntry] = []
         self._modules_only = False
         self._fingerprint = 0
         self._stale = True
@@ -139,12 +137,11 @@ class StateTree:
             _emit_values(part, sink)
         tensors = static + tuple(sink.tensors) if sink.tensors else static
         signature = (list(map(_describe, sink.tensors)), [entry.name for entry in sink.objects])
-        lazy = [entry for entry in sink.tensors if entry.lazy]
-        unchanged = stands and signature == self._signature and _same_tensors(lazy, self._lazy)
+        unchanged = stands and signature == self._signature
         if not unchanged:
             _check_names(tensors, sink.objects)
             self._fingerprint += 1
-            self._signature, self._lazy = signature, lazy
+            self._signature = signature
         self._static, self._described, self._stale = static, described, False
         return Collected(tensors, tuple(sink.objects), unchanged, self._fingerprint, self.group_ranks)
 
@@ -289,7 +286,7 @@ class _Sink:
         name = joined(path)
         if isinstance(value, torch.Tensor):
             check_tensor(name, value)
-            self.tensors.append(TensorEntry(name, path, value, is_large(value)))
+            self.tensors.append(TensorEntry(name, path, value, False))
         else:
             self.objects.append(ObjectEntry(name, path, value))
 
