@@ -311,7 +311,7 @@ def untraced(function: Any) -> Any:
     `torch.compiler.disable`, but for when the compiler is imported: with the first call, not at once. torch's own
     optimizers are wrapped by it. If it goes, wrap where the hook is registered and pay the second it takes.
     """
-    disable: Any = torch._disable_dynamo
+    disable: Any = torch._disable_dynamo  # type: ignore[attr-defined]
     return disable(function)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from holdfast.optimizer_hook import before_any_update, guard_updates, unguard_updates
+from holdfast.optimizer_hook import before_any_load, guard_updates, unguard_updates
 
 
 class Counted:
@@ -19,6 +19,9 @@ class Counted:
 
     def before_update(self, parameters: Callable[[frozenset[int]], bool] | None = None) -> None:
         del parameters
+        self.asked += 1
+
+    def before_load(self) -> None:
         self.asked += 1
 
 
@@ -42,7 +45,7 @@ def test_guards_are_asked_once_until_they_leave_or_die() -> None:
     del guard, dies
     gc.collect()
     optimizer.step()
-    before_any_update()
+    before_any_load()
     assert (stays.asked, leaves.asked) == (3, 1)
     unguard_updates(stays)
 
@@ -60,7 +63,7 @@ def test_guards_come_and_go_while_others_step() -> None:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))])
         while not done.is_set() or calls < 100:
             optimizer.step()
-            before_any_update()
+            before_any_load()
             calls += 1
 
     errors: list[BaseException] = []

@@ -286,7 +286,7 @@ class _Sink:
         name = joined(path)
         if isinstance(value, torch.Tensor):
             check_tensor(name, value)
-            self.tensors.append(TensorEntry(name, path, value, False))
+            self.tensors.append(TensorEntry(name, path, value, lazy=False))
         else:
             self.objects.append(ObjectEntry(name, path, value))
 

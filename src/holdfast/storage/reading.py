@@ -109,7 +109,8 @@ class FileSet:
 
     def require(self, name: str) -> None:
         """Open a file; raises unless it is there with the size it was committed with."""
-        self._fd(self._file(name))
+        with self._opened(self._file(name)):
+            pass
 
     def read(self, work: Iterable[Callable[[], None]]) -> None:
         """Run jobs (of `jobs_for`, or others that use `read_span`) on the reader threads; the first error is raised."""
