@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from holdfast.checkpoint import Checkpoint
     from holdfast.config import CheckpointConfig
     from holdfast.group import Group
-    from holdfast.staging.layout import CaptureBuffer
     from holdfast.state.tree import StateTree
     from holdfast.storage.local import LocalStorage
 
@@ -99,8 +98,6 @@ class Saver:
         self._unpassed: list[Capture] = []
         """Captures that wait for the training thread to say that the state held still; guarded by `_lock`."""
         self._lock = threading.Lock()
-        self._stuck: list[CaptureBuffer] = []
-        """Buffers that some thread or device may still write to: never used again, never freed."""
         self.taken: set[str] = set()
         """Names that something is known to be published at: to save to one again is refused at once."""
         self._closed = False
@@ -295,7 +292,7 @@ class Saver:
                     # Device copies are enqueued in the order of the training stream, so by the training thread.
                     self._stager.load_copies(capture, capture.buffer)
                 except BaseException:
-                    self._stager.pool.add_idle(capture.buffer)
+                    self._stager.put_back(capture.buffer, staging)
                     raise
         return capture
 
@@ -304,7 +301,7 @@ class Saver:
         if capture is not None:
             self._forget(capture)
             if capture.buffer is not None:
-                self._stuck.append(capture.buffer)  # a device may be writing to it
+                self._stager.stuck.append(capture.buffer)  # a device may be writing to it
         self._stager.pool.give_slot_back(None)
 
     def _pass(self, capture: Capture, timeout_s: float) -> None:
@@ -312,8 +309,9 @@ class Saver:
         began, deadline = time.perf_counter(), time.monotonic() + timeout_s
         try:
             capture.staging.help_copy(timeout_s)
-            device_only = capture.staging.only_on_device
-            reached = (capture.agreed if device_only else capture.staged).wait(deadline - time.monotonic())
+            # Of copies from a device the current streams can wait in place of this thread.
+            by_streams = capture.staging.from_device and not capture.request.eager
+            reached = (capture.agreed if by_streams else capture.staged).wait(deadline - time.monotonic())
             if not reached and not capture.staged.is_set():
                 raise DeadlineExceeded(
                     f"step {capture.request.step}: the capture was not staged after {timeout_s:g} s; another rank may "
@@ -321,7 +319,8 @@ class Saver:
                     waited_for=f"staging of step {capture.request.step}",
                     timeout_s=timeout_s,
                 )
-            if device_only:
+            if by_streams:
+                capture.staging.run_on_host(timeout_s=max(0.0, deadline - time.monotonic()))
                 capture.staging.order_device_updates()
             capture.verify()
         finally:
@@ -409,7 +408,7 @@ class Saver:
         try:
             if not capture.staging.wait_idle(IDLE_GRACE_S) and buffer is not None:
                 _log.error("copies of step %s do not end; their memory is kept", capture.request.step)
-                self._stuck.append(buffer)
+                self._stager.stuck.append(buffer)
                 buffer = None
             capture.staging.release()
         finally:

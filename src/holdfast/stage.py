@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from holdfast import events
 from holdfast.agreement import Agreement, Ballot
@@ -33,8 +33,12 @@ if TYPE_CHECKING:
     from holdfast.group import Group
     from holdfast.handle import SaveHandle, Stage
     from holdfast.snapshot import Snapshot
+    from holdfast.staging.stager import Staging
 
 _log = logging.getLogger("holdfast")
+
+DEVICE_GRACE_S: Final = 10.0
+"""How long a buffer that isn't wanted any more waits for copies off a device that were enqueued."""
 
 
 @dataclass(slots=True)
@@ -64,6 +68,8 @@ class Stager:
         self._agreement = Agreement(group.board.clone())
         self.pool = CapturePool(in_flight, retire=self.retire)
         self.plan: DeliveryPlan | None = None
+        self.stuck: list[CaptureBuffer] = []
+        """Buffers that some thread or device may still write to: never used again, never freed."""
 
     def leave(self) -> None:
         """Tell the other ranks that no save follows; on the stager thread, as the last thing it does."""
@@ -174,7 +180,7 @@ class Stager:
             self.pool.use_plan(plan.rank_plan)
             buffer = self.pool.take_buffer() or self._make_buffer(plan.rank_plan, pin=capture.snapshot.from_device)
             if capture.buffer is not None:
-                self.retire(capture.buffer)
+                self.put_back(capture.buffer, capture.staging)
             capture.buffer = buffer
             self.load_copies(capture, buffer)
         elif not capture.staging.is_loaded:
@@ -189,6 +195,14 @@ class Stager:
         buffer = CaptureBuffer(plan)
         buffer.build(pin=pin)
         return buffer
+
+    def put_back(self, buffer: CaptureBuffer, staging: Staging) -> None:
+        """Keep or free a buffer that isn't wanted after all, once no device writes to it any more."""
+        if staging.wait_device_idle(DEVICE_GRACE_S):
+            self.pool.add_idle(buffer)
+        else:
+            _log.error("copies off a device do not end; the memory they go to is kept")
+            self.stuck.append(buffer)
 
     def retire(self, buffer: CaptureBuffer) -> None:
         """Free a buffer that no capture will use again."""

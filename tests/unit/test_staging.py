@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 import holdfast
+from holdfast import stage
 from holdfast.errors import ConfigError, HoldfastError, StateChangedWhileStaging
+from holdfast.staging import stager
 from holdfast.staging.copies import BATCH_BYTES, Copies, CopyBatch, CopyItem, split_rows
 from holdfast.staging.stager import Staging
 from holdfast.staging.tripwire import SPOTS_MAX, WatchList
@@ -322,6 +324,80 @@ def test_an_interrupt_is_that_of_the_thread_that_copies(
     with pytest.raises(interrupt):  # and whoever waits for the copies, here or elsewhere, is told
         staging.run(timeout_s=5.0)
     assert staging.wait_idle(5.0)
+
+
+class DeviceWork:
+    """Stands in for copies that a device has yet to make, where there is no device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done = threading.Event()
+        self.done.set()
+        self.ordered = 0
+        load = Staging.load
+
+        def enqueue_too(staging: Staging, live: Copies, held: Copies) -> None:
+            load(staging, live, held)
+            staging._device_copies.append(stager._DeviceCopies(torch.device("cuda"), self))
+
+        def order(_: Staging) -> None:
+            self.ordered += 1
+
+        monkeypatch.setattr(Staging, "load", enqueue_too)
+        monkeypatch.setattr(Staging, "order_device_updates", order)
+
+    def query(self) -> bool:
+        return self.done.is_set()
+
+
+def test_an_update_is_ordered_behind_a_device_and_waits_for_host_copies_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = small()
+    with manager_of({"model": model, "optimizer": optimizer}, tmp_path) as manager:
+        manager.save(1).result()
+        device = DeviceWork(monkeypatch)
+        expected = weight(model).detach().clone()
+        device.done.clear()
+        handle = manager.save(2)
+        train(model, optimizer)
+        assert device.ordered == 1
+        assert not handle.done()
+        device.done.set()
+        assert torch.equal(handle.result().read("model.0.weight"), expected)
+
+
+def test_an_eager_save_returns_when_devices_have_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = small()
+    with manager_of({"model": model, "optimizer": optimizer}, tmp_path, staging="eager") as manager:
+        manager.save(1).result()
+        device = DeviceWork(monkeypatch)
+        device.done.clear()
+        threading.Timer(0.5, device.done.set).start()
+        handle = manager.save(2)
+        assert device.done.is_set()
+        handle.result()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_memory_that_a_device_writes_to_is_not_given_up(
+    ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = small()
+    monkeypatch.setattr(stage, "DEVICE_GRACE_S", 0.2)
+    with manager_of({"model": model, "optimizer": optimizer}, tmp_path) as manager:
+        manager.save(1).result()
+        device = DeviceWork(monkeypatch)
+        saver: Any = manager._saver
+        staging = Staging(WatchList({}))
+        staging.load(Copies.of([]), Copies.of([]))
+        if not ends:
+            device.done.clear()
+        buffer = saver._stager.pool.take_buffer()
+        saver._stager.put_back(buffer, staging)
+        assert saver._stager.pool.idle_buffers == int(ends)
+        assert saver._stager.stuck == ([] if ends else [buffer])
+        device.done.set()
+        manager.save(2).result()
 
 
 # deadlines and threads -------------------------------------------------------------------------------------------

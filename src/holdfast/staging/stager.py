@@ -82,13 +82,13 @@ class Staging:
         self._ready = {device: _record_event(torch.cuda.current_stream(device)) for device in devices}
         self._condition = threading.Condition()
         self._batches: list[CopyBatch] = []
-        self._live_batches = 0
         self._whole: dict[str, int] = {}
         self._next = 0
         self._copying = 0
         self._device_copies: list[_DeviceCopies] = []
         self._error: BaseException | None = None
         self._found: str | None = None
+        self._compared = False
         self._abandoned = False
         self.is_loaded = False
         self.copied_at: float | None = None
@@ -101,24 +101,20 @@ class Staging:
         for those.
         """
         started = time.perf_counter()
-        device_copies = [
-            self._enqueue(
-                device, [copies.from_device[device] for copies in (live, held) if device in copies.from_device]
-            )
-            for device in {**live.from_device, **held.from_device}
-        ]
+        device_copies = self._device_copies = []
+        for device in {**live.from_device, **held.from_device}:
+            batches = [copies.from_device[device] for copies in (live, held) if device in copies.from_device]
+            self._enqueue(device, batches, device_copies)
         with self._condition:
             self._batches, self._next = [*live.from_host, *held.from_host], 0
-            self._live_batches = len(live.from_host)
             self._whole = dict(live.whole)
-            self._device_copies = device_copies
-            self.is_loaded, self.copied_at = True, None
+            self.is_loaded, self.copied_at, self._compared = True, None, False
             # What is enqueued now reads from where the tensors are now, whatever happens to them later.
             self._found = self._marks.moved() if device_copies else None
             self.copy_s += time.perf_counter() - started
             self._condition.notify_all()
 
-    def _enqueue(self, device: torch.device, batches: list[CopyBatch]) -> _DeviceCopies:
+    def _enqueue(self, device: torch.device, batches: list[CopyBatch], enqueued: list[_DeviceCopies]) -> None:
         stream = _side_stream(device)
         ready = self._ready.get(device)
         if ready is not None:
@@ -126,9 +122,11 @@ class Staging:
         else:
             stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            for batch in batches:
-                copy_batch(batch, non_blocking=True)
-            return _DeviceCopies(device, _record_event(stream))
+            try:
+                for batch in batches:
+                    copy_batch(batch, non_blocking=True)
+            finally:  # whatever fails, there may be some under way by now
+                enqueued.append(_DeviceCopies(device, _record_event(stream)))
 
     def help_copy(self, timeout_s: float | None = None) -> None:
         """Make copies until none is left to begin, or ``timeout_s`` has passed. Any thread.
@@ -141,6 +139,18 @@ class Staging:
 
     def run(self, *, timeout_s: float) -> None:
         """Make the copies that are left, and return when all are complete, whoever made them. Any thread."""
+        deadline = time.monotonic() + timeout_s
+        self.run_on_host(timeout_s=timeout_s)
+        if self._error is not None:
+            raise self._error
+        if self._abandoned:
+            return
+        for copies in self._device_copies:
+            _wait_event(copies.event, deadline, timeout_s)
+        self.copied_at = time.monotonic()
+
+    def run_on_host(self, *, timeout_s: float) -> None:
+        """Make the copies out of host memory that are left; returns when all are complete, or will never be."""
         deadline = time.monotonic() + timeout_s
         self.help_copy(timeout_s)
         with self._condition:
@@ -155,15 +165,11 @@ class Staging:
                         timeout_s=timeout_s,
                     )
                 self._condition.wait(left)
-            if self._error is not None:
-                raise self._error
-            if self._abandoned:
+            if self._compared or self._abandoned or self._error is not None:
                 return
-        for copies in self._device_copies:
-            _wait_event(copies.event, deadline, timeout_s)
-        if self._found is None:
-            self._found = self._marks.moved() or self._marks.differing(self._whole)
-        self.copied_at = time.monotonic()
+            # Once, and before anybody may change the state: later, what moves is no change during staging.
+            self._compared = True
+            self._found = self._found or self._marks.moved() or self._marks.differing(self._whole)
 
     def _host_complete(self) -> bool:
         return self._next >= len(self._batches) and not self._copying
@@ -201,9 +207,9 @@ class Staging:
             torch.cuda.current_stream(copies.device).wait_event(copies.event)
 
     @property
-    def only_on_device(self) -> bool:
-        """Every live copy comes from CUDA: ordering streams is enough, no thread need wait."""
-        return bool(self._device_copies) and not self._live_batches
+    def from_device(self) -> bool:
+        """Copies come from CUDA: for those ordering streams is enough, no thread need wait."""
+        return bool(self._device_copies)
 
     def changed(self) -> str | None:
         """The first watched tensor that was changed between capture and copy, as far as that was noticed, or None.
@@ -229,6 +235,11 @@ class Staging:
             self._abandoned |= not self._host_complete()
             if not self._condition.wait_for(lambda: not self._copying, timeout_s):
                 return False
+        return self.wait_device_idle(max(0.0, deadline - time.monotonic()))
+
+    def wait_device_idle(self, timeout_s: float) -> bool:
+        """Return when what was enqueued on devices is complete; False if it isn't after ``timeout_s`` seconds."""
+        deadline = time.monotonic() + timeout_s
         try:
             for copies in self._device_copies:
                 _wait_event(copies.event, deadline, timeout_s)
