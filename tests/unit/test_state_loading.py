@@ -19,6 +19,7 @@ from torch import nn
 from holdfast.errors import StateMismatch
 from holdfast.state.flatten import flatten_exactly, rebuild
 from holdfast.state.loading import mismatch_error
+from holdfast.state.parts_loading import place_steps
 from holdfast.state.per_rank import PerRank
 from holdfast.state.rng import RNG
 
@@ -114,6 +115,112 @@ def test_options_are_set_by_group() -> None:
     assert group["betas"] == (0.9, 0.999)
     assert group["novel"] == 1
     assert group["params"] == list(other.parameters())
+
+
+def in_groups(seed: int, *groups: list[str], steps: int = 1) -> dict[str, Any]:
+    """A model, and an optimizer with a group for each list of names; the groups' options tell them apart."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    named = dict(model.named_parameters())
+    options = [
+        {"params": [named[name] for name in names], "weight_decay": seed + 0.1 * len(names), "lr": torch.tensor(seed + len(names) / 8)}
+        for names in groups
+    ]  # fmt: skip
+    optimizer = torch.optim.AdamW(options, foreach=False)
+    for _ in range(steps):
+        model(torch.randn(3, 4)).square().sum().backward()
+        optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+WEIGHT, REST = ["0.weight"], ["0.bias", "1.weight", "1.bias"]
+
+
+def by_stock(state: dict[str, Any]) -> Stored:
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+    model, optimizer = state["model"], state["optimizer"]
+    given = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    return Stored.of_stock(given)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("store", [lambda state: Stored().save(one_rank(state)), by_stock], ids=["holdfast", "stock"])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_groups_are_known_by_their_parameters(store: Any, steps: int) -> None:
+    saved = in_groups(0, WEIGHT, REST, steps=steps)
+    stored = store(saved)
+    other = in_groups(1, REST, WEIGHT)
+    rates = [group["lr"] for group in other["optimizer"].param_groups]
+    assert_fits(stored.load(one_rank(other)))
+    first, second = saved["optimizer"].param_groups
+    for group, expected in zip(other["optimizer"].param_groups, (second, first), strict=True):
+        assert group["weight_decay"] == expected["weight_decay"]
+        assert group["lr"] == expected["lr"]
+    assert [group["lr"] for group in other["optimizer"].param_groups] == rates
+    assert all(group["lr"] is rate for group, rate in zip(other["optimizer"].param_groups, rates, strict=True))
+    if steps:
+        train_both = [saved, other]
+        for state in train_both:
+            torch.manual_seed(3)
+            state["optimizer"].zero_grad()
+            state["model"](torch.randn(3, 4)).square().sum().backward()
+            state["optimizer"].step()
+        assert_same(saved["model"].state_dict(), other["model"].state_dict())
+
+
+def test_a_group_of_parameters_of_two_groups_has_no_options() -> None:
+    stored = Stored().save(one_rank(in_groups(0, WEIGHT, REST)))
+    with pytest.raises(StateMismatch, match=r"optimizer\.param_groups\.0 .*0\.bias.* groups \[0, 1\]") as caught:
+        stored.load(one_rank(in_groups(1, ["0.weight", "0.bias"], ["1.weight", "1.bias"])))
+    assert caught.value.mismatched == ("optimizer.param_groups.0",)
+
+
+def test_a_group_that_was_split_keeps_its_options() -> None:
+    saved = in_groups(0, WEIGHT, REST)
+    stored = Stored().save(one_rank(saved))
+    other = in_groups(1, REST[:1], WEIGHT)
+    stored.load(one_rank(other))
+    decay = [group["weight_decay"] for group in other["optimizer"].param_groups]
+    assert decay == [saved["optimizer"].param_groups[at]["weight_decay"] for at in (1, 0)]
+
+
+@pytest.mark.parametrize("flag", ["capturable", "fused"])
+def test_steps_go_where_the_stored_options_want_them(flag: str) -> None:
+    parameter = nn.Parameter(torch.empty(2, device="meta"))
+    optimizer = torch.optim.AdamW([parameter])
+    optimizer.state[parameter] = {"step": torch.tensor(3.0), "exp_avg": torch.zeros(2)}
+    place_steps(optimizer)
+    assert optimizer.state[parameter]["step"].device.type == "cpu"
+    optimizer.param_groups[0][flag] = True
+    place_steps(optimizer)
+    assert optimizer.state[parameter]["step"].device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        {"pre": {0: torch.ones(1), 1: [torch.ones(2), 5]}, "empty": {}, "deep": [{"none": {}, 2.5: 1}]},
+        {0: torch.ones(1), "n": 3},
+        {(0, 1): {"x": torch.ones(2)}, None: {}},
+    ],
+)
+def test_optimizer_state_keeps_its_keys_and_empty_parts(inner: dict[Any, Any]) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state[model.weight] = copy.deepcopy(inner)
+    optimizer.state[model.bias] = {}
+    tree = one_rank({"model": model, "o": optimizer})
+    stored = Stored().save(tree)
+    assert not any(name.startswith("o.state.bias") for name in stored.names)
+    other = torch.optim.SGD(model.parameters())
+    assert_fits(stored.load(one_rank({"model": model, "o": other})))
+    assert_same(dict(other.state[model.weight]), inner)
+    optimizer.state[model.weight]["added"] = {3: 4}
+    again = Stored().save(tree)
+    other = torch.optim.SGD(model.parameters())
+    assert_fits(again.load(one_rank({"model": model, "o": other})))
+    assert_same(dict(other.state[model.weight]), {**inner, "added": {3: 4}})
 
 
 def test_nested_and_global_optimizer_state() -> None:

@@ -167,7 +167,7 @@ class LoadBuilder:
         if stored in self.objects and tensor.numel() == 1:
             # torch turned plain step counts into tensors at some point: either may be stored.
             value = self.value(stored)
-            self.then(lambda objects: _fill_number(stored, tensor, value(objects)))
+            self.then(lambda objects: fill_number(stored, tensor, value(objects)))
             return True
         self._used.add(stored)
         if stored in self.objects:
@@ -289,7 +289,8 @@ class LoadBuilder:
         )
 
 
-def _fill_number(name: str, tensor: torch.Tensor, value: Any) -> None:
+def fill_number(name: str, tensor: torch.Tensor, value: Any) -> None:
+    """Put a plain number into a tensor of one element; `StateMismatch` for anything else."""
     if not isinstance(value, (bool, int, float, complex)):
         raise mismatch_error(name, mismatched=[name], details={name: f"a {type(value).__name__}, not a number"})
     with torch.no_grad():

@@ -25,7 +25,7 @@ import torch
 from torch.optim import Optimizer
 
 from holdfast.state.entries import ObjectEntry, Path, TensorEntry, TensorGuard, check_tensor, joined, same_objects
-from holdfast.state.flatten import flatten
+from holdfast.state.flatten import Leaf, flatten_exactly
 
 if TYPE_CHECKING:
     from holdfast.plan.structure import PathItem
@@ -122,17 +122,17 @@ class OptimizerSource:
             for holder, state in optimizer.state.items():
                 self._holders.append(holder)
                 fqn = self._label(holder)
-                if not isinstance(state, Mapping):
+                if not isinstance(state, Mapping) or any(type(key) is not str for key in state):
                     self._nested = True
                     if fqn is not None:
-                        flatten((*self.path, _STATE, fqn), state, self._emit)
+                        _flatten_state((*self.path, _STATE, fqn), state, self._emit)
                     continue
                 for key, value in state.items():
                     self._keys.append(key)
                     self._is_tensor.append(isinstance(value, torch.Tensor))
                     self._nested |= isinstance(value, (Mapping, list))
                     if fqn is not None:
-                        flatten((*self.path, _STATE, fqn, str(key)), value, self._emit)
+                        flatten_exactly((*self.path, _STATE, fqn, key), value, self._emit)
         self._state_tensors = [entry.tensor for entry in self.tensors]
         if None in map(self._label, self._holders):
             # State of a parameter that is in no group any more isn't saved; the flat comparison can't leave it out.
@@ -171,7 +171,7 @@ class OptimizerSource:
             for holder, state in optimizer.state.items():
                 fqn = self._label(holder)
                 if fqn is not None:
-                    flatten((*self.path, _STATE, fqn), state, take)
+                    _flatten_state((*self.path, _STATE, fqn), state, take)
         return found
 
     def options(self) -> list[tuple[Path, Any]]:
@@ -193,6 +193,12 @@ class OptimizerSource:
             return []
         paths: list[Path] = [(*self.path, _GROUPS, index, _PARAMS) for index in range(len(self._fqn_lists))]
         return [ObjectEntry(joined(path), path, fqns) for path, fqns in zip(paths, self._fqn_lists, strict=True)]
+
+
+def _flatten_state(path: Path, state: Any, leaf: Leaf) -> None:
+    """One parameter's state, exactly; but where it has none nothing is noted, as stock readers expect."""
+    if not isinstance(state, Mapping) or state:
+        flatten_exactly(path, state, leaf)
 
 
 def _homes(params: Sequence[torch.Tensor], modules: Sequence[ModuleSource]) -> Sequence[ModuleSource]:

@@ -7,16 +7,25 @@ dropped, for that is what was saved.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from holdfast import _torch_compat as compat
 from holdfast.state.entries import Path, joined, torch_dtype
-from holdfast.state.flatten import flatten, holds_nothing, rebuild
+from holdfast.state.flatten import KEYS_NOTE, flatten, holds_nothing, rebuild
 from holdfast.state.foreign import OptimizerNames, model_prefix, optimizer_names
-from holdfast.state.loading import GENERATORS, STATEFULS, LoadBuilder, Objects, StoredInfo, Wanted
+from holdfast.state.loading import (
+    GENERATORS,
+    STATEFULS,
+    LoadBuilder,
+    Objects,
+    StoredInfo,
+    Wanted,
+    fill_number,
+    mismatch_error,
+)
 from holdfast.state.modules import ModuleSource
 from holdfast.state.optimizers import OptimizerSource, groups_of
 from holdfast.state.per_rank import PerRank
@@ -74,12 +83,7 @@ def _plan_optimizers(builder: LoadBuilder, part: OptimizerSource, key: str) -> N
     params = [param for group in groups_of(part.optimizers) for param in group["params"]]
     fqns = list(dict.fromkeys(part.fqn_of[id(param)] for param in params))
     names = optimizer_names(key, fqns, builder.names)
-    index = 0
-    groups_stored = False
-    for optimizer in part.optimizers:
-        for group in optimizer.param_groups:
-            groups_stored |= _plan_options(builder, part, names, index, group)
-            index += 1
+    groups_stored = _plan_groups(builder, part, names)
     stored = _state_by_label(builder, part, names)
     if groups_stored and not stored:
         for optimizer in part.optimizers:
@@ -94,6 +98,7 @@ def _plan_optimizers(builder: LoadBuilder, part: OptimizerSource, key: str) -> N
         for holder in _other_holders(optimizer):
             slot = _Slot(optimizer, {}, holder, joined((*part.path, "state", str(holder))))
             _plan_state(builder, slot, stored.get(str(holder), {}))
+        builder.then(lambda _, optimizer=optimizer: place_steps(optimizer))  # type: ignore[misc]
 
 
 def _state_by_label(builder: LoadBuilder, part: OptimizerSource, names: OptimizerNames) -> dict[str, dict[str, str]]:
@@ -162,9 +167,11 @@ def _set_state(slot: _Slot, leaves: Mapping[Path, Any]) -> None:
         slot.optimizer.state[slot.holder] = leaves[()]
         return
     state = slot.optimizer.state.setdefault(slot.holder, {})
-    keys = {str(key): key for key in state}
+    keys = {str(key): key for key in [*state, *leaves.get((KEYS_NOTE,), ())]}
     branches: dict[Any, dict[Path, Any]] = {}
     for path, value in leaves.items():
+        if path == (KEYS_NOTE,):
+            continue
         branches.setdefault(path[0], {})[path[1:]] = value
     for item, branch in branches.items():
         key = keys.get(str(item), item)
@@ -203,39 +210,120 @@ def _distributed_like(param: torch.Tensor, shape: tuple[int, ...], dtype: torch.
     return empty(*shape, dtype=dtype, device_mesh=mesh, placements=kept)
 
 
-def _plan_options(
-    builder: LoadBuilder, part: OptimizerSource, names: OptimizerNames, index: int, group: dict[str, Any]
-) -> bool:
-    """Options of one group; True if the checkpoint has any. One it lacks keeps its value, one only it has is set."""
-    base = f"{names.groups}{index}"
-    if names.by_parameter:
-        bases = [names.groups + part.fqn_of[id(param)] for param in group["params"]]
-        if not bases:
-            return False
-        base = next((base for base in bases if builder.names.any_below(base)), base)
-        for other in bases:
-            builder.use(builder.names.below(other))
+class _StoredGroup(NamedTuple):
+    """The options of one group as they are stored; ``members`` gives the labels of its parameters, where noted."""
+
+    members: Wanted | None
+    options: Mapping[Any, Wanted]
+
+
+def _plan_groups(builder: LoadBuilder, part: OptimizerSource, names: OptimizerNames) -> bool:
+    """Options of all groups; True if the checkpoint has any. One it lacks keeps its value, one only it has is set."""
+    groups = groups_of(part.optimizers)
+    stored: list[_StoredGroup | None] = []
+    for index, group in enumerate(groups):
+        base = f"{names.groups}{index}"
+        if names.by_parameter:
+            bases = [names.groups + part.fqn_of[id(param)] for param in group["params"]]
+            base = next((base for base in bases if builder.names.any_below(base)), base if bases else "")
+            for other in bases:
+                builder.use(builder.names.below(other))
+        stored.append(_stored_group(builder, base, group) if base else None)
+        if base and stored[-1] is None:
+            builder.missing(joined((*part.path, "param_groups", index)))
+    if not any(stored):
+        return False
+
+    def set_options(objects: Objects) -> None:
+        chosen = stored if names.by_parameter else _matched(part, names, groups, stored, objects)
+        for group, of_group in zip(groups, chosen, strict=True):
+            for option, wanted in {} if of_group is None else of_group.options.items():
+                _set_option(group, option, wanted(objects), joined((*part.path, "param_groups")))
+
+    builder.then(set_options)
+    return True
+
+
+def _stored_group(builder: LoadBuilder, base: str, group: Mapping[str, Any]) -> _StoredGroup | None:
+    """What is stored at ``base``; ``group`` says which kinds its options have, for those of one run have the same."""
     stored = builder.names.below(base)
     if not stored:
-        builder.missing(joined((*part.path, "param_groups", index)))
-        return False
-    options: dict[Any, dict[Path, str]] = {}
+        return None
+    leaves: dict[Any, dict[Path, str]] = {}
     for name in stored:
         path = builder.relative(name, base)
-        options.setdefault(path[0], {})[path[1:]] = name
-    builder.use(options.pop("params", {}).values())
-    for option, leaves in options.items():
-        like = group.get(option)
-        if isinstance(like, torch.Tensor) and () in leaves:
-            builder.fill(leaves[()], like, joined((*part.path, "param_groups", index, option)))
-            continue
-        wanted = {path: builder.value(name, like if not path else None) for path, name in leaves.items()}
-        builder.then(
-            lambda objects, option=option, wanted=wanted: group.__setitem__(  # type: ignore[misc]
-                option, rebuild(group.get(option), {path: value(objects) for path, value in wanted.items()})
+        leaves.setdefault(path[0], {})[path[1:]] = name
+    members = leaves.pop("params", {})
+    builder.use(members.values())
+    # Values of their own, even of tensors: which group they are for is known when `members` has been read.
+    options = {option: _option(builder, of_option, group.get(option)) for option, of_option in leaves.items()}
+    return _StoredGroup(builder.value(members[()]) if () in members else None, options)
+
+
+def _option(builder: LoadBuilder, leaves: Mapping[Path, str], like: Any) -> Wanted:
+    kind = None if isinstance(like, torch.Tensor) else like
+    wanted = {path: builder.value(name, None if path else kind) for path, name in leaves.items()}
+    return lambda objects: rebuild(kind, {path: value(objects) for path, value in wanted.items()})
+
+
+def _matched(
+    part: OptimizerSource,
+    names: OptimizerNames,
+    groups: Sequence[Mapping[str, Any]],
+    stored: Sequence[_StoredGroup | None],
+    objects: Objects,
+) -> list[_StoredGroup | None]:
+    """For each group the stored one that its parameters were in, whatever its number.
+
+    By number where members aren't noted, or are all under labels that are unknown here.
+    """
+    members = [
+        set(map(str, of.members(objects))) if of is not None and of.members is not None else set() for of in stored
+    ]
+    labels = [{names.label_of[part.fqn_of[id(param)]] for param in group["params"]} for group in groups]
+    if labels == members or not set().union(*labels) & set().union(*members):
+        return list(stored)
+    chosen: list[_StoredGroup | None] = []
+    for index, of_group in enumerate(labels):
+        homes = [at for at, of_stored in enumerate(members) if of_stored & of_group]
+        if len(homes) > 1 or (of_group and not homes):
+            name = joined((*part.path, "param_groups", index))
+            where = f"are of groups {homes}" if homes else "are in no group"
+            raise mismatch_error(
+                "the checkpoint",
+                mismatched=[name],
+                details={name: f"its {len(of_group)} parameters ({min(of_group)}, ...) {where} in the checkpoint"},
             )
-        )
-    return True
+        chosen.append(stored[homes[0] if homes else index])
+    return chosen
+
+
+def _set_option(group: dict[str, Any], option: Any, value: Any, name: str) -> None:
+    present = group.get(option)
+    if not isinstance(present, torch.Tensor):
+        group[option] = value
+    elif isinstance(value, torch.Tensor):
+        if value.shape != present.shape:
+            detail = f"stored as {list(value.shape)}, the state has {list(present.shape)}"
+            raise mismatch_error(name, mismatched=[f"{name}.{option}"], details={f"{name}.{option}": detail})
+        with torch.no_grad():  # a compiled step refers to the tensor
+            compat.copy_(present, value)
+    else:
+        fill_number(f"{name}.{option}", present, value)
+
+
+def place_steps(optimizer: Optimizer) -> None:
+    """Move step counts to the device where the options, as they are now, say so: torch refuses others at its next step.
+
+    As torch's own ``load_state_dict`` does, which takes the stored options over, too.
+    """
+    for group in optimizer.param_groups:
+        if group.get("capturable") or group.get("fused"):
+            for param in group["params"]:
+                state = optimizer.state.get(param, {})
+                for key in _HOST_SCALARS if isinstance(state, dict) else ():
+                    if isinstance(state.get(key), torch.Tensor):
+                        state[key] = state[key].to(param.device)
 
 
 # stateful objects and plain values -----------------------------------------------------------------------------
