@@ -19,19 +19,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from holdfast import events
-from holdfast.boxes import Box, whole
 from holdfast.checkpoint import Checkpoint, read_objects
 from holdfast.errors import CheckpointCorrupt, StorageError
 from holdfast.format.manifest import MANIFEST_NAME
 from holdfast.opening import open_source
 from holdfast.optimizer_hook import before_any_load
-from holdfast.plan.placement import local_boxes
 from holdfast.plan.read import Want, plan_reads
 from holdfast.reading import Destination, read_into
 from holdfast.source import HoldfastSource, Source
 from holdfast.state.entries import local_tensor
 from holdfast.state.loading import Loading, StoredInfo, mismatch_error
-from holdfast.state.structure import layout_of
+from holdfast.state.structure import LayoutTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -167,15 +165,13 @@ def _mismatch(source: Source, loading: Loading, unexpected: Collection[str]) -> 
 
 def _fill(loading: Loading, source: Source, group: Group, options: LoadOptions) -> None:
     """Read every wanted box of every destination tensor into its place."""
+    layouts = LayoutTable(group.ranks)
     wants: list[Want] = []
     destinations: list[Destination] = []
     for entry in loading.tensors:
         local = local_tensor(entry.tensor)
-        shape = tuple(entry.tensor.shape)
-        layout = layout_of(entry.tensor, entry.name, group_ranks=group.ranks)
-        held: list[tuple[Box, tuple[int, ...]]]
-        held = [(whole(shape), (0,) * len(shape))] if layout is None else local_boxes(shape, layout, group.rank)
-        for box, local_offsets in held:
+        layouts.check_local(entry.tensor, entry.name, group.rank)
+        for box, local_offsets in layouts.boxes_of(entry.tensor, entry.name, group.rank):
             view = local
             if tuple(local.shape) != box.sizes:
                 for dim, (offset, size) in enumerate(zip(local_offsets, box.sizes, strict=True)):

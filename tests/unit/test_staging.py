@@ -326,6 +326,20 @@ def test_an_interrupt_is_that_of_the_thread_that_copies(
     assert staging.wait_idle(5.0)
 
 
+def test_a_dtensor_that_contradicts_itself_is_refused(one_rank_mesh: Any, tmp_path: Path) -> None:
+    from torch.distributed.tensor import DTensor, Shard, zeros
+
+    local = torch.ones(6, 2)
+    longer = DTensor.from_local(local, one_rank_mesh, [Shard(0)], run_check=False, shape=(4, 2), stride=(2, 1))
+    with pytest.raises(holdfast.StateMismatch, match=r"x: this rank holds \[6, 2\] of \[4, 2\]") as caught:
+        holdfast.save({"x": longer}, tmp_path / "a")
+    assert caught.value.mismatched == ("x",)
+    holdfast.save({"x": zeros(4, 2, device_mesh=one_rank_mesh, placements=[Shard(0)])}, tmp_path / "b")
+    with pytest.raises(holdfast.StateMismatch, match=r"x: this rank holds \[6, 2\]"):
+        holdfast.load({"x": longer}, tmp_path / "b")
+    assert local.sum() == 12
+
+
 class DeviceWork:
     """Stands in for copies that a device has yet to make, where there is no device."""
 

@@ -11,7 +11,7 @@ for sizes that don't divide evenly. A strided placement that nothing to its righ
 cut into ``split`` pieces, each of them into ``mesh size`` pieces, and coordinate ``i`` takes the ``i``-th of every one.
 Both readings agree wherever sizes divide evenly.
 
-Does not: check that a real local tensor has `local_shape`; whoever collects the state does.
+Does not: check that a real local tensor has `local_shape`; ``state.structure`` does.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ nothing of a kind has no such file.
 
 Guarantees: pure and deterministic; all ranks that plan from the same arguments agree; nothing is planned unless the
 shards of a tensor tile it exactly.
-Assumes: a rank's local tensors are what ``plan.placement.local_shape`` says (the collector of the state checks).
+Assumes: a rank's local tensors are what ``plan.placement.local_shape`` says (``state.structure`` checks).
 Does not: look at values, render records (``format``), cache (its caller does, by digests).
 """
 

@@ -60,6 +60,8 @@ class Collected(msgspec.Struct, frozen=True, eq=False):
     """Equal for two collections of one tree exactly when everything between them was ``unchanged``."""
     group_ranks: tuple[int, ...]
     """Global ranks of the saving group, in group order."""
+    rank: int
+    """Whose state this is: its place in the group."""
 
 
 def joined(path: Path) -> str:

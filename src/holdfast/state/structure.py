@@ -6,10 +6,13 @@ interned, so a model of thousands of DTensors on one mesh carries its mesh once 
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from holdfast import _torch_compat as compat
-from holdfast.errors import ConfigError
+from holdfast.boxes import Box, whole
+from holdfast.errors import ConfigError, StateMismatch
+from holdfast.plan.placement import Mesh
 from holdfast.plan.structure import MeshLayout, ObjectSpec, Placement, Structure, TensorSpec
 from holdfast.state.entries import Collected, known_dtype
 
@@ -24,10 +27,12 @@ _REPLICATE = Placement("replicate")
 def structure_of(collected: Collected, capacities: Mapping[str, int]) -> Structure:
     """The structure of ``collected``; ``capacities`` gives the record bytes of each object by name.
 
-    Raises `ConfigError` naming the tensor for a placement that can't be stored, `KeyError` for an object that has no
-    capacity.
+    Raises `ConfigError` naming the tensor for a placement that can't be stored, `StateMismatch` for a DTensor that
+    doesn't hold what its placement says, `KeyError` for an object that has no capacity.
     """
     layouts = LayoutTable(collected.group_ranks)
+    for entry in collected.tensors:
+        layouts.check_local(entry.tensor, entry.name, collected.rank)
     tensors = [
         TensorSpec(
             entry.name,
@@ -45,13 +50,6 @@ def structure_of(collected: Collected, capacities: Mapping[str, int]) -> Structu
     return Structure(tuple(layouts.layouts), tuple(tensors), tuple(objects))
 
 
-def layout_of(tensor: torch.Tensor, name: str, *, group_ranks: Sequence[int] | None = None) -> MeshLayout | None:
-    """How ``tensor`` lies over the ranks of the group; None for a plain tensor, which each rank holds whole."""
-    table = LayoutTable(group_ranks)
-    index = table.index_of(tensor, name)
-    return None if index is None else table.layouts[index]
-
-
 class LayoutTable:
     """Layouts by number, each once; for many tensors of few layouts."""
 
@@ -60,6 +58,8 @@ class LayoutTable:
         self._place = None if group_ranks is None else {rank: place for place, rank in enumerate(group_ranks)}
         self._by_layout: dict[MeshLayout, int] = {}
         self._by_spec: dict[tuple[Any, Any, int], int] = {}
+        self._meshes: dict[int, Mesh] = {}
+        self._local_shapes: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
 
     def index_of(self, tensor: torch.Tensor, name: str) -> int | None:
         """The number of ``tensor``'s layout in `layouts`; None for a plain tensor."""
@@ -74,6 +74,40 @@ class LayoutTable:
                 self.layouts.append(layout)
             self._by_spec[spec] = index
         return self._by_spec[spec]
+
+    def boxes_of(self, tensor: torch.Tensor, name: str, rank: int) -> list[tuple[Box, tuple[int, ...]]]:
+        """What ``rank`` holds of ``tensor``: boxes, and where they lie in its local tensor."""
+        shape = tuple(tensor.shape)
+        index = self.index_of(tensor, name)
+        if index is None:
+            return [(whole(shape), (0,) * len(shape))]
+        mesh = self._mesh(index)
+        return mesh.boxes_at(shape, mesh.coordinates(rank)) if rank in mesh else []
+
+    def check_local(self, tensor: torch.Tensor, name: str, rank: int) -> None:
+        """Raise `StateMismatch` unless a DTensor's local part has the shape that ``rank``'s placement says."""
+        index = self.index_of(tensor, name)
+        if index is None:
+            return
+        key = index, tuple(tensor.shape)
+        if key not in self._local_shapes:
+            mesh = self._mesh(index)
+            self._local_shapes[key] = mesh.local_shape(key[1], rank) if rank in mesh else (0,)
+        expected, held = self._local_shapes[key], compat.dtensor_local(tensor)
+        # Where it has no elements it may have other sizes: FSDP2 makes such.
+        if tuple(held.shape) != expected and (held.numel() or prod(expected)):
+            raise StateMismatch(
+                f"{name}: this rank holds {list(held.shape)} of {list(tensor.shape)} where its placement says "
+                f"{list(expected)}; its DTensor contradicts itself: make it by distribute_tensor, or give from_local "
+                "the right shape",
+                mismatched=(name,),
+            )
+
+    def _mesh(self, index: int) -> Mesh:
+        if index not in self._meshes:
+            layout = self.layouts[index]
+            self._meshes[index] = Mesh(layout, world=max(layout.ranks, default=-1) + 1)
+        return self._meshes[index]
 
     def _layout(self, mesh: Any, placements: Sequence[Any], ndim: int, name: str) -> MeshLayout:
         ranks = [int(rank) for rank in mesh.mesh.flatten().tolist()]

@@ -143,7 +143,7 @@ class StateTree:
             self._fingerprint += 1
             self._signature = signature
         self._static, self._described, self._stale = static, described, False
-        return Collected(tensors, tuple(sink.objects), unchanged, self._fingerprint, self.group_ranks)
+        return Collected(tensors, tuple(sink.objects), unchanged, self._fingerprint, self.group_ranks, self.rank)
 
     def _refresh(self) -> list[Part]:
         """All parts of the state, modules and optimizers brought up to date; notes in `_stale` if those had changed."""
