@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from holdfast import _torch_compat as compat
 from holdfast.boxes import Box
+from holdfast.dtypes import ITEMSIZE
 from holdfast.errors import CheckpointCorrupt, HoldfastError
 from holdfast.format.dcp import read_metadata
 from holdfast.format.manifest import METADATA_NAME, Manifest
@@ -203,10 +204,11 @@ def _add(source: ForeignSource, below: str, key: tuple[str, ...]) -> None:
             continue
         dtype = compat.dtype_name(entry.properties.dtype)
         shards = []
+        itemsize = ITEMSIZE.get(dtype, 0)  # of a dtype that is unknown here `StoredTensor` says so
         for chunk in entry.chunks:
             box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
             file, at, _ = _place(places, path, name, box.offsets)
-            shards.append(StoredShard(box, file, at, box.volume * StoredTensor(stored, dtype, (), ()).itemsize))
+            shards.append(StoredShard(box, file, at, box.volume * itemsize))
         source.tensors[stored] = StoredTensor(stored, dtype, tuple(entry.size), tuple(shards))
 
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from holdfast.plan.read import ReadPlan
     from holdfast.source import RecordReader, Source
 
-READ_THREADS: Final = 2
 SPAN_BYTES_MAX: Final = 16 << 20
 
 

@@ -15,9 +15,7 @@ from holdfast.plan.read import (
     Transfer,
     Want,
     byte_span,
-    coalesce,
     dest_offset,
-    extents_of,
     is_direct,
     plan_reads,
     row_chunks,
@@ -175,26 +173,6 @@ def test_row_chunks_leave_alone_what_is_direct_or_fits() -> None:
     assert len(list(row_chunks(small, 23))) == 2
     with pytest.raises(ConfigError, match="max_bytes is 3"):
         list(row_chunks(small, 3))
-
-
-def test_coalesce_bridges_small_gaps() -> None:
-    ranges = [(0, 10), (10, 12), (15, 20), (16, 18), (30, 30), (31, 40)]
-    assert coalesce(ranges, gap_bytes_max=0) == [(0, 12), (15, 20), (31, 40)]
-    assert coalesce(ranges, gap_bytes_max=3) == [(0, 20), (31, 40)]
-    assert coalesce(ranges, gap_bytes_max=11) == [(0, 40)]
-    assert coalesce([], gap_bytes_max=0) == []
-    with pytest.raises(ConfigError, match="out of order"):
-        coalesce([(5, 6), (1, 2)], gap_bytes_max=0)
-    with pytest.raises(ConfigError, match="out of order"):
-        coalesce([(5, 4)], gap_bytes_max=0)
-
-
-def test_extents_are_the_mebibytes_touched() -> None:
-    mib = 1 << 20
-    assert extents_of(0, 1) == range(1)
-    assert extents_of(mib - 1, mib + 1) == range(2)
-    assert extents_of(mib, 2 * mib) == range(1, 2)
-    assert list(extents_of(5, 5)) == []
 
 
 # Scale ---------------------------------------------------------------------------------------------------------

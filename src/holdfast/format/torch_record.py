@@ -80,12 +80,6 @@ def measure(dtype: str, sizes: tuple[int, ...], *, record_offset: int) -> Record
     return RecordShape(template.fixed_bytes + template.padding_at(record_offset), template.trailer_bytes)
 
 
-def record_bytes(dtype: str, sizes: tuple[int, ...], *, record_offset: int) -> int:
-    """Length in bytes of the whole record, payload included."""
-    shape = measure(dtype, sizes, record_offset=record_offset)
-    return shape.header_bytes + payload_bytes(dtype, sizes) + shape.trailer_bytes
-
-
 def render(dtype: str, sizes: tuple[int, ...], *, record_offset: int) -> tuple[bytes, bytes]:
     """Header and trailer of the record at ``record_offset``, of the lengths that `measure` gives.
 

@@ -32,7 +32,6 @@ from holdfast.boxes import (
 )
 from holdfast.dtypes import ITEMSIZE
 from holdfast.errors import CheckpointCorrupt, ConfigError, StateMismatch
-from holdfast.format.manifest import EXTENT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -301,31 +300,3 @@ def row_chunks(transfer: Transfer, max_bytes: int) -> Iterator[Transfer]:
             (*region.sizes[:dim], min(rows, region.sizes[dim] - row), *region.sizes[dim + 1 :]),
         )
         yield from row_chunks(replace(transfer, region=piece), max_bytes)
-
-
-def coalesce(ranges: Iterable[tuple[int, int]], *, gap_bytes_max: int) -> list[tuple[int, int]]:
-    """Merge (start, end) byte ranges, sorted by start, that overlap, touch, or lie at most ``gap_bytes_max`` apart.
-
-    Empty ranges vanish. Raises `ConfigError` for ranges out of order.
-    """
-    merged: list[tuple[int, int]] = []
-    before = 0
-    for start, end in ranges:
-        if start < before or end < start:
-            raise ConfigError(f"byte range ({start}, {end}) is out of order")
-        before = start
-        if start == end:
-            continue
-        if merged and start - merged[-1][1] <= gap_bytes_max:
-            if end > merged[-1][1]:
-                merged[-1] = (merged[-1][0], end)
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def extents_of(start: int, end: int) -> range:
-    """Numbers of the 1 MiB extents of a file that have a byte of ``start`` to ``end``; none for an empty range."""
-    if start >= end:
-        return range(0)
-    return range(start // EXTENT_BYTES, (end - 1) // EXTENT_BYTES + 1)

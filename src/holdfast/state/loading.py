@@ -58,8 +58,6 @@ class Loading:
     """Wanted and not stored."""
     unexpected: tuple[str, ...]
     """Stored under a top-level key of the state, and wanted by nobody on this rank."""
-    not_asked: tuple[str, ...]
-    """Stored under top-level keys this state doesn't have: the usual thing when loading a part of a checkpoint."""
     mismatched: tuple[str, ...]
     details: Mapping[str, str]
     """What is wrong with each mismatched name."""
@@ -267,7 +265,6 @@ class LoadBuilder:
 
     def build(self) -> Loading:
         unexpected: list[str] = []
-        not_asked: list[str] = []
         for name in self.names:
             if name in self._used:
                 continue
@@ -276,13 +273,13 @@ class LoadBuilder:
             if excused or (top == "rng" and _LABEL.search(name)):
                 continue
             known = top in self._keys or any(name.startswith(f"{key}.") for key in self._keys)
-            (unexpected if known else not_asked).append(name)
+            if known:
+                unexpected.append(name)  # what isn't: the usual thing when loading a part of a checkpoint
         return Loading(
             tensors=tuple(self._destinations),
             objects=tuple(self._wanted),
             missing=tuple(sorted(self._missing)),
             unexpected=tuple(unexpected),
-            not_asked=tuple(not_asked),
             mismatched=tuple(sorted(self._details)),
             details=dict(self._details),
             _steps=tuple(self._steps),
