@@ -58,7 +58,7 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     for name, value in (metrics or {}).items():
         try:
             found[str(name)] = float(value)
-        except (TypeError, ValueError, OverflowError) as error:
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise ConfigError(f"metric {name!r} must be a number, not {value!r}", field=f"metrics.{name}") from error
     return found
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import DeadlineExceeded, StateChangedWhileStaging
 
@@ -37,6 +37,8 @@ class SaveRequest:
     resumable: bool
     overwrite: bool
     eager: bool
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further members of the manifest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,8 @@ class Capture:
     """Agreed, and copies complete, or there will be none: the state may be changed."""
     error: BaseException | None = None
     """Why there is no capture after all."""
+    complete: Callable[[SaveRequest], SaveRequest] | None = None
+    """On rank 0: fills in the request what storage has to be asked for."""
     skipped: bool = False
     passed: threading.Event = field(default_factory=threading.Event)
     """Nobody need be asked any more whether the state held still."""

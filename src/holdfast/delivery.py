@@ -168,11 +168,12 @@ class Delivery:
             step=request.step,
             world=self._group.world,
             created=datetime.now(timezone.utc).isoformat(),
-            metrics=request.metrics,
+            metrics=dict(request.metrics),
             resumable=request.resumable,
             versions={"holdfast": __version__, "torch": str(torch.__version__), "numpy": np.__version__},
             reports=(),
             files=(ManifestFile(METADATA_NAME, len(metadata), xxh3_128(metadata)),),
+            extra=request.extra,
         )
         plan = AttemptPlan(
             attempt=attempt,

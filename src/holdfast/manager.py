@@ -12,11 +12,12 @@ import logging
 import os
 import time
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from holdfast import events
 from holdfast.agreement import Votes
-from holdfast.arguments import checked_metrics, checked_path, checked_step
+from holdfast.arguments import checked_path, checked_step
 from holdfast.capture import SaveRequest
 from holdfast.config import CheckpointConfig
 from holdfast.engine.removal import remove_quickly
@@ -29,7 +30,6 @@ from holdfast.group import open_group
 from holdfast.keeping import Keeper
 from holdfast.loader import LoadOptions, is_corrupt, load_state
 from holdfast.optimizer_hook import guard_updates, unguard_updates
-from holdfast.pins import Pins
 from holdfast.recovery import recover
 from holdfast.root import published
 from holdfast.saver import ORPHAN_GRACE_S, Saver
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from holdfast.checkpoint import Checkpoint
     from holdfast.handle import SaveHandle
 
 _log = logging.getLogger("holdfast")
@@ -85,9 +84,7 @@ class CheckpointManager:
         self._lock: RootLock | None = None
         self._saver: Saver | None = None
         self._handles: list[SaveHandle] = []
-        self._saved: set[int] = set()
         self._last: SaveHandle | None = None
-        self._restored: int | None = None
         self._seen_first = False
         self._closed = False
         self._trash: list[str] = []
@@ -99,7 +96,8 @@ class CheckpointManager:
             self._root = checked_path(root, field="root")
             self._tree = self._tree_of(state, auto_rng=True)
             self._storage = LocalStorage(self._root)
-            self._keeper = Keeper(self._storage, config.name_template, config.keep)
+            held = config.load_step if (config.load_step or 0) >= 0 else None
+            self._keeper = Keeper(self._storage, config.name_template, config.keep, held=held)
             if self._group.rank == 0 and not config.load_only:
                 self._prepare_root()
         except Exception as failed:  # noqa: BLE001 - raised by `settle`, after the other ranks have been told
@@ -154,6 +152,7 @@ class CheckpointManager:
             step = self._config.load_step
         candidates = self._candidates(step)
         if not candidates:
+            self._resumed_from(None, None)
             self._load_initial()
             return None
         for number, (found, name) in enumerate(candidates):
@@ -168,11 +167,14 @@ class CheckpointManager:
                 warnings.warn(f"step {found} can't be loaded, falling back to step {older}: {error}", stacklevel=2)
                 events.emit("load.fallback", step=found, rank=self._group.rank, path=self._storage.path(name))
                 continue
-            self._restored = found
-            if self._saver is not None:
-                self._saver.taken.add(name)
+            self._resumed_from(found, name)
             return found
         raise AssertionError("the loop above returns or raises")
+
+    def _resumed_from(self, step: int | None, name: str | None) -> None:
+        self._keeper.resumed_from(step)
+        if self._saver is not None:
+            self._saver.taken = set() if name is None else {name}
 
     def _candidates(self, step: int | None) -> list[tuple[int, str]]:
         """Steps to try, newest first, as rank 0 sees them; the same on every rank."""
@@ -240,7 +242,6 @@ class CheckpointManager:
         """
         self._check_open()
         checked_step(step)
-        numbers = checked_metrics(metrics)
         saver = self._saver
         if saver is None:
             raise ConfigError("this manager was made with load_only=True and never saves", field="load_only")
@@ -251,17 +252,24 @@ class CheckpointManager:
         request = SaveRequest(
             step=step,
             name=self._config.name_template.format(step=step),
-            metrics=numbers,
+            metrics=metrics or {},
             resumable=not model_only,
-            # A run that went back to an older step comes by newer ones again: those are not its own any more.
-            overwrite=step not in self._saved and self._restored is not None and step > self._restored,
+            overwrite=False,
             eager=self._config.staging == "eager",
         )
+        in_flight = {handle.step for handle in self._handles if handle.step is not None and not handle.done()}
+
+        def complete(request: SaveRequest) -> SaveRequest:
+            extra, replaces = self._keeper.place(step, request.name, in_flight)
+            return replace(request, extra=extra, overwrite=replaces)
+
         handle = saver.start(
-            self._trees_for(model_only=model_only), request, dtype=self._last_dtype() if final else None
+            self._trees_for(model_only=model_only),
+            request,
+            dtype=self._last_dtype() if final else None,
+            complete=complete,
         )
         self._handles.append(handle)
-        self._saved.add(step)
         self._last = handle
         if final or self._config.mode == "sync":
             handle.exception()
@@ -294,12 +302,15 @@ class CheckpointManager:
     # What is there. ----------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """Published steps, oldest first, as this rank's file system shows them."""
+        """Published steps in ascending order, as this rank's file system shows them."""
         return [step for step, _ in published(self._storage, self._config.name_template)]
 
     def latest(self) -> int | None:
-        """The newest published step, None if there is none."""
-        return max(self.steps(), default=None)
+        """The newest published step, None if there is none: that of the last run, where one went back to an older step.
+
+        Reads every manifest; what was left behind counts as older than what was published after going back.
+        """
+        return self._keeper.latest()
 
     def pin(self, step: int) -> None:
         """Keep ``step`` whatever retention says, until `unpin`; durable. Raises `CheckpointNotFound`."""
@@ -406,16 +417,18 @@ class CheckpointManager:
     def _set_pin(self, step: int, *, pinned: bool) -> None:
         if self._config.load_only:
             raise ConfigError("this manager was made with load_only=True and never writes", field="load_only")
-        if pinned and step not in self.steps():
-            raise CheckpointNotFound(f"step {step} is not published under {self._root}", path=self._root, step=step)
         if self._group.rank == 0:
-            Pins(self._storage).set(step, pinned=pinned)
+            self._keeper.set_pin(step, pinned=pinned)
+        elif pinned and step not in self.steps():
+            raise CheckpointNotFound(f"step {step} is not published under {self._root}", path=self._root, step=step)
 
-    def _after_publish(self, checkpoint: Checkpoint) -> None:
+    def _after_publish(self, request: SaveRequest) -> None:
         """On the finalizer thread, before the handle ends: who waits for it finds retention applied."""
-        del checkpoint
         if self._group.rank == 0 and self._saver is not None:
-            self._keeper.apply_retention(self._saver.remove)
+            row = (request.step, request.name, request.extra)
+            if self._keeper.note_published(*row, resumable=request.resumable):
+                self._saver.taken.add(request.name)
+            self._keeper.apply_retention(request.step, self._saver.remove)
 
 
 class _UpdateGuard:

@@ -6,12 +6,21 @@ Guarantees: opening reads only; a path that can't be a checkpoint is a `ConfigEr
 
 from __future__ import annotations
 
+import logging
 import os
+from typing import Final
 
 from holdfast.errors import CheckpointNotFound, ConfigError
 from holdfast.foreign import find_foreign
 from holdfast.format.manifest import MANIFEST_NAME, METADATA_NAME
-from holdfast.source import Source, open_holdfast, refused
+from holdfast.keeping import Found, oldest_first
+from holdfast.root import foreign_steps
+from holdfast.source import Source, open_holdfast
+from holdfast.storage.local import LocalStorage
+
+_log = logging.getLogger("holdfast")
+
+DEFAULT_TEMPLATE: Final = "step-{step}"
 
 
 def open_source(path: str) -> Source:
@@ -28,9 +37,15 @@ def open_source(path: str) -> Source:
         return open_holdfast(directory)
     if foreign := find_foreign(directory):
         return foreign
-    steps = published_steps(directory)
-    if steps:
-        return open_holdfast(os.path.join(directory, steps[-1][1]))
+    for retry in (True, False):
+        found = newest_step(directory)
+        if found is None:
+            break
+        try:
+            return open_source(os.path.join(directory, found.name))
+        except CheckpointNotFound:
+            if not retry:  # a writer's retention has taken it away since: its successor is there
+                raise
     raise CheckpointNotFound(
         f"no checkpoint at {directory}: it has neither {MANIFEST_NAME} nor {METADATA_NAME}, nor published steps below"
         + ("" if os.path.isdir(directory) else " (it doesn't exist)"),
@@ -38,18 +53,17 @@ def open_source(path: str) -> Source:
     )
 
 
-def published_steps(root: str) -> list[tuple[int, str]]:
-    """(step, directory name) of every checkpoint below ``root``, oldest step first, by their manifests."""
-    try:
-        names = [name for name in os.listdir(root) if not name.startswith(".")]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise refused(root, error) from error
-    found = []
-    for name in names:
-        if os.path.isfile(os.path.join(root, name, MANIFEST_NAME)):
-            step = open_holdfast(os.path.join(root, name)).step
-            if step is not None:
-                found.append((step, name))
-    return sorted(found)
+def newest_step(root: str) -> Found | None:
+    """The newest checkpoint below ``root``: Holdfast's under any name, stock DCP's under the default name template.
+
+    One that can't be read is passed over, and said so in the log.
+    """
+    storage = LocalStorage(root)
+    ours = [(None, name) for name in storage.list_dir("") if not name.startswith(".")]
+    readable: list[Found] = []
+    for row in oldest_first(storage, [*ours, *foreign_steps(storage, DEFAULT_TEMPLATE)]):
+        if row.error is None:
+            readable.append(row)
+        else:
+            _log.warning("%s is passed over: %s", storage.path(row.name), row.error)
+    return readable[-1] if readable else None

@@ -2,14 +2,15 @@
 
     keep a checkpoint if any of these says so
     -----------------------------------------------------------------------------------
-    last      it is one of the newest ``last``
+    last      it is one of the newest ``last``; what a run that went back left behind counts as older than its own
     every     its step is a multiple of ``every``
     minutes   it is the first in its slot of ``minutes`` minutes since the epoch
     best      its metric is among the ``n`` best
-    always    it is pinned, leased by a reader, or the newest that a run can resume from
+    always    it is pinned, leased by a reader, just published, the newest, or the newest to resume from
 
-Guarantees: the newest *resumable* checkpoint is never selected for deletion, nor is one that is pinned or leased; the
-answer doesn't depend on the order of the entries; deleting what was selected and asking again selects nothing more.
+Guarantees: the newest *resumable* checkpoint, by the order of ``lineage``, is never selected for deletion, nor is one
+that is pinned, leased or was published just now; the answer doesn't depend on the order of the entries; deleting what
+was selected and asking again selects nothing more.
 Assumes: ``created_s`` of all entries is by one rank's wall clock. A slot is a fixed stretch of that clock, so what is
 kept doesn't drift as older ones go.
 Does not: delete (the caller does, by renaming to trash), or decide what is published.
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from holdfast.errors import ConfigError
+from holdfast.lineage import Lineage, in_order
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -63,8 +65,9 @@ class Keep:
 
     Attributes:
         last: how many of the newest, 0 or more; default 3. None keeps all. 0 keeps none by this rule: what stays is
-            what the other rules keep, and the newest resumable checkpoint. ``last=1`` is safe (a checkpoint goes only
-            once its successor is durable) but leaves nothing to fall back to if that successor is damaged later.
+            what the other rules keep, the newest checkpoint, and the newest resumable one. ``last=1`` is safe (a
+            checkpoint goes only once its successor is durable) but leaves nothing to fall back to if that successor is
+            damaged later. Steps that a run left behind when it went back count as older than all of its own.
         every: steps; keep those at a multiple of it, 1 or more; None (default): no such rule.
         minutes: minutes of wall time; keep the first of each such stretch, more than 0; None (default): no such rule.
         best: a `Best`, or None (default): no such rule.
@@ -108,18 +111,24 @@ class Entry:
     pinned: bool = False
     leased: bool = False
     """A reader is using it."""
+    lineage: Lineage = field(default_factory=Lineage)
 
 
-def select_deletions(entries: Sequence[Entry], keep: Keep) -> list[int]:
-    """The steps to delete, oldest first; steps of ``entries`` are distinct. Pure."""
+def select_deletions(entries: Sequence[Entry], keep: Keep, published: int | None = None) -> list[int]:
+    """The steps to delete, in ascending order; steps of ``entries`` are distinct. Pure.
+
+    published: the step whose publication this follows, if any.
+    """
     ordered = sorted(entries, key=lambda entry: entry.step)
     assert len({entry.step for entry in ordered}) == len(ordered), "two entries of one step"
     if keep.last is None:
         return []
-    kept = {entry.step for entry in ordered if entry.pinned or entry.leased}
-    resumable = [entry.step for entry in ordered if entry.resumable]
+    kept = {entry.step for entry in ordered if entry.pinned or entry.leased or entry.step == published}
+    by_age = in_order(ordered, lambda entry: (entry.step, entry.lineage))
+    kept.update(entry.step for entry in by_age[-1:])  # which says how the others are ordered, resumable or not
+    resumable = [entry.step for entry in by_age if entry.resumable]
     kept.update(resumable[-1:])
-    kept.update(entry.step for entry in ordered[max(0, len(ordered) - keep.last) :])
+    kept.update(entry.step for entry in by_age[max(0, len(by_age) - keep.last) :])
     if keep.every is not None:
         kept.update(entry.step for entry in ordered if entry.step % keep.every == 0)
     if keep.minutes is not None:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from holdfast.checkpoint import Checkpoint
     from holdfast.config import CheckpointConfig
     from holdfast.group import Group
+    from holdfast.handle import Stage
     from holdfast.state.tree import StateTree
     from holdfast.storage.local import LocalStorage
 
@@ -75,7 +76,7 @@ class Saver:
         group: Group,
         config: CheckpointConfig,
         *,
-        on_published: Callable[[Checkpoint], None] | None = None,
+        on_published: Callable[[SaveRequest], None] | None = None,
     ) -> None:
         """``on_published`` is called in the background, before the handle tells that the save has ended."""
         self._storage = storage
@@ -99,7 +100,7 @@ class Saver:
         """Captures that wait for the training thread to say that the state held still; guarded by `_lock`."""
         self._lock = threading.Lock()
         self.taken: set[str] = set()
-        """Names that something is known to be published at: to save to one again is refused at once."""
+        """Names that are known to be taken: to save to one again is refused at once."""
         self._closed = False
         self._warmed_up = False
         self._to_stage: queue.SimpleQueue[Capture | Absence | WarmUp | None] = queue.SimpleQueue()
@@ -115,12 +116,20 @@ class Saver:
 
     # Training thread. --------------------------------------------------------------------------------------------
 
-    def start(self, tree: StateTree, request: SaveRequest, *, dtype: str | None = None) -> SaveHandle:
+    def start(
+        self,
+        tree: StateTree,
+        request: SaveRequest,
+        *,
+        dtype: str | None = None,
+        complete: Callable[[SaveRequest], SaveRequest] | None = None,
+    ) -> SaveHandle:
         """Capture the state and return a handle; copies run on, see the module's docstring.
 
-        dtype: convert floating-point tensors to it. Raises what makes this rank unable to take part (`ConfigError`
-        for a leaf that can't be stored, `CheckpointExists` where this session has published): the other ranks get the
-        same error from their handles.
+        dtype: convert modules' floating-point tensors to it. complete: called on rank 0's stager thread, fills in what
+        only that has to know; what it raises refuses the save on every rank. Raises what makes this rank unable to take
+        part (`ConfigError` for a leaf that can't be stored, `CheckpointExists` where this session has published): the
+        other ranks get the same error from their handles.
         """
         began = time.perf_counter()
         self._warmed_up = True
@@ -143,6 +152,7 @@ class Saver:
                 if request.name in self.taken:  # otherwise the stager thread looks: storage may hang
                     self._delivery.check_target(request)
                 capture = self._capture(tree, request, handle, dtype)
+                capture.complete = complete if self._group.rank == 0 else None
                 self._in_flight[handle] = capture
                 with self._lock:
                     self._unpassed.append(capture)
@@ -350,7 +360,7 @@ class Saver:
         while (item := self._to_stage.get()) is not None:
             if isinstance(item, Absence):
                 error, stage = self._stager.vote_absent(item)
-                item.handle.finish(error, stage=stage)
+                self._finish(item.handle, error, stage)
                 self._in_flight.pop(item.handle, None)
                 continue
             if isinstance(item, WarmUp):
@@ -387,20 +397,22 @@ class Saver:
         try:
             self._take_back(capture)
             if self._on_published is not None and outcome is not None and not isinstance(outcome, BaseException):
-                self._on_published(outcome)
+                self._on_published(request)
         except Exception:  # noqa: BLE001 - the outcome is settled, whatever tidying up runs into
             _log.exception("after the save of step %s", request.step)
         if capture.skipped:
-            handle.finish(skipped(request), stage="skipped")
+            self._finish(handle, skipped(request), "skipped")
         elif outcome is None or isinstance(outcome, BaseException):
-            error = outcome or capture.error or AssertionError("a save without an outcome")
-            events.emit("save.failed", step=request.step, rank=self._group.rank, path=handle.path, error=repr(error))
-            handle.finish(error, stage="failed")
+            self._finish(handle, outcome or capture.error or AssertionError("a save without an outcome"), "failed")
         else:
-            self.taken.add(request.name)
-            events.emit("save.published", step=request.step, rank=self._group.rank, path=handle.path)
-            handle.finish(outcome, stage="published")
+            self._finish(handle, outcome, "published")
         self._in_flight.pop(handle, None)
+
+    def _finish(self, handle: SaveHandle, outcome: Checkpoint | BaseException, stage: Stage) -> None:
+        """Every handle ends here, with the event that tells how."""
+        more = {} if stage == "published" else {"error": repr(outcome)}
+        events.emit(f"save.{stage}", step=handle.step, rank=self._group.rank, path=handle.path, **more)
+        handle.finish(outcome, stage=stage)
 
     def _take_back(self, capture: Capture) -> None:
         """Nobody writes to the buffer any more, or nobody else ever gets it."""

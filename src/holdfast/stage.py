@@ -125,6 +125,8 @@ class Stager:
         plan = self.plan
         refusal: AbortReason | None = None
         try:
+            if capture.complete is not None:
+                request = capture.request = capture.complete(request)
             self._delivery.check_target(request)
         except HoldfastError as error:
             refusal = AbortReason.of(error, rank=self._group.rank)

@@ -7,6 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.lineage import Lineage, decode_lineage, in_order, lineage_from
 from holdfast.retention import Best, Entry, Keep, select_deletions
 
 _metrics = st.dictionaries(st.sampled_from(["loss", "acc"]), st.floats(), max_size=2)
@@ -68,3 +69,58 @@ def test_a_further_rule_only_keeps_more(entries, last, every):
     assert set(select_deletions(entries, Keep(last=last, every=every))) <= set(
         select_deletions(entries, Keep(last=last))
     )
+
+
+# runs that go back --------------------------------------------------------------------------------------------------
+
+_acts = st.lists(
+    st.tuples(st.sampled_from(["save", "save", "save", "model", "back", "pin", "restart"]), st.integers(0, 100)),
+    max_size=40,
+)
+
+
+@given(_acts, _keeps)
+def test_whatever_a_run_does_it_keeps_what_it_published_last_and_what_it_could_resume_from(acts, keep):
+    there: dict[int, Entry] = {}
+    lineage, at, resumable = None, 0, None
+    for act, number in acts:
+        by_age = in_order(there.values(), lambda entry: (entry.step, entry.lineage))
+        if act == "pin" and there:
+            step = sorted(there)[number % len(there)]
+            there[step] = Entry(step, 0.0, pinned=True, lineage=there[step].lineage)
+        elif act in {"back", "restart"}:
+            # A restart takes the newest that is resumable: what this run has published, if it has published anything.
+            wholes = [entry.step for entry in by_age if entry.resumable]
+            if act == "restart" and resumable is not None:
+                assert wholes[-1] == resumable
+            if wholes:
+                resumable = at = wholes[-1] if act == "restart" else wholes[number % len(wholes)]
+                lineage = None
+        else:
+            step = at = at + 1 + number % 7
+            if lineage is None:
+                lineage = lineage_from([(entry.step, entry.lineage) for entry in there.values()], resumable or 0)
+                assert decode_lineage(lineage.encode()) == lineage
+            there[step] = Entry(step, float(step), resumable=act == "save", lineage=lineage)
+            resumable = step if act == "save" else resumable
+            doomed = select_deletions(list(there.values()), keep, step)
+            assert step not in doomed
+            assert resumable is None or resumable not in doomed
+            assert in_order(there.values(), lambda entry: (entry.step, entry.lineage))[-1].step == step
+            for gone in doomed:
+                del there[gone]
+
+
+def test_what_was_left_behind_is_older_than_all_that_led_here():
+    published = [(step, Lineage()) for step in (100, 200, 300, 400)]
+    own = lineage_from(published, 200)
+    there = [*published, (250, own), (350, own)]
+    assert [step for step, _ in in_order(there, lambda row: row)] == [300, 400, 100, 200, 250, 350]
+    assert lineage_from(there, 350) == own
+    # Going on from what had been left behind makes that the course again.
+    back = lineage_from(there, 400)
+    assert [step for step, _ in in_order([*there, (500, back)], lambda row: row)] == [250, 350, 100, 200, 300, 400, 500]
+    assert lineage_from([], 0) == lineage_from(published, 400) == Lineage()
+    assert lineage_from(published, 400, in_flight=[500]).branch == 1
+    for extra in ({}, {"lineage": 3}, {"lineage": [[1], 2]}, {"lineage": [["a", 2], 2]}, {"lineage": []}):
+        assert decode_lineage(extra) == Lineage()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -15,9 +16,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed import checkpoint as dcp
 
 import holdfast
-from holdfast import Best, CheckpointConfig, CheckpointManager, Keep
+from holdfast import Best, CheckpointConfig, CheckpointManager, Keep, keeping, opening
 from holdfast.errors import (
     CallbackFailed,
     CheckpointCorrupt,
@@ -27,9 +29,13 @@ from holdfast.errors import (
     DeadlineExceeded,
     RootLocked,
     SaveFailed,
+    StateChangedWhileStaging,
     StateMismatch,
     StorageError,
 )
+from holdfast.format.manifest import Manifest
+from holdfast.keeping import Found
+from holdfast.root import read_manifest
 from holdfast.storage.local import LocalStorage
 from holdfast.testing.staging import held_copies
 
@@ -388,6 +394,142 @@ def test_a_run_that_went_back_writes_over_what_it_left_behind(tmp_path: Path) ->
             manager.save(3)
 
 
+@pytest.mark.parametrize(
+    ("there", "back_to", "saves", "keep", "expected", "newest"),
+    [
+        ([100, 300, 400, 500], 100, [150], Keep(last=3), [100, 150, 500], 150),
+        ([200, 300, 400], 200, [250], Keep(last=3), [200, 250, 400], 250),
+        ([200, 300, 400], 200, [250, 300], Keep(last=3), [200, 250, 300], 300),
+        ([200, 300, 400], 200, [250], Keep(last=1), [250], 250),
+        ([200, 300, 400], 200, [250], None, [200, 250, 300, 400], 250),
+        ([100, 200], 200, [300], Keep(last=2), [200, 300], 300),
+    ],
+    ids=str,
+)
+def test_what_a_run_left_behind_is_older_than_its_own(
+    there: list[int],
+    back_to: int,
+    saves: list[int],
+    keep: Keep | None,
+    expected: list[int],
+    newest: int,
+    tmp_path: Path,
+) -> None:
+    run = Run()
+    with run.manager(tmp_path) as manager:
+        for step in there:
+            manager.save(step).result()
+    with run.manager(tmp_path, keep=keep) as manager:
+        assert manager.restore(back_to) == back_to
+        for step in saves:
+            checkpoint = manager.save(step).result()
+            assert os.path.isdir(checkpoint.path)
+        assert manager.steps() == expected
+        assert manager.latest() == newest
+    assert holdfast.open(tmp_path).step == newest
+    with Run(1).manager(tmp_path, load_only=True) as manager:
+        assert (manager.latest(), manager.restore()) == (newest, newest)
+
+
+def test_a_run_may_go_back_more_than_once_while_it_saves(tmp_path: Path) -> None:
+    run = Run()
+    with run.manager(tmp_path, keep=Keep(last=2)) as manager:
+        for step in (1, 2, 3):
+            manager.save(step).result()
+        manager.restore(2)
+        with held_copies(opens_for_updates=False):
+            late = manager.save(4)
+            manager.restore(3)
+        late.result()
+        manager.save(4).result()
+        assert (manager.steps(), manager.latest()) == ([3, 4], 4)
+
+
+def test_the_step_that_the_configuration_loads_stays(tmp_path: Path) -> None:
+    saved_run(tmp_path, 2)
+    for first in (3, 6):
+        with Run(1).manager(tmp_path, load_step=2, keep=Keep(last=2)) as manager:
+            assert manager.restore() == 2
+            for step in range(first, first + 3):
+                manager.save(step).result()
+    assert visible(tmp_path) == ["step-2", "step-7", "step-8"]
+
+
+def test_a_model_only_save_is_not_deleted_by_its_own_publication(tmp_path: Path) -> None:
+    with Run().manager(tmp_path, keep=Keep(last=0), last_model_only=True) as manager:
+        manager.save(1)
+        assert os.path.isdir(manager.save(2, final=True).result().path)
+        assert manager.steps() == [1, 2]
+
+
+def test_only_what_a_run_left_behind_is_written_over(tmp_path: Path) -> None:
+    saved_run(tmp_path, 5)
+    run = Run(1)
+    (tmp_path / "step-7").mkdir()
+    (tmp_path / "step-7" / "notes.txt").write_text("mine")
+    with run.manager(tmp_path) as manager:
+        assert manager.restore(2) == 2
+        manager.pin(3)
+        shutil.rmtree(tmp_path / "step-4")
+        (tmp_path / "step-4").mkdir()
+        (tmp_path / "step-4" / "notes.txt").write_text("mine")
+        shutil.rmtree(tmp_path / "step-5")
+        shutil.copytree(tmp_path / "step-1", tmp_path / "step-5")
+        for step, why in (
+            (3, "it is pinned"),
+            (4, "not a checkpoint that"),
+            (5, "not a checkpoint that"),
+            (7, "exists"),
+        ):
+            with pytest.raises(CheckpointExists, match=rf"step {step}: .*step-{step}.*{why}"):
+                manager.save(step)
+        manager.unpin(3)
+        assert manager.save(3).result().step == 3
+    assert (tmp_path / "step-4" / "notes.txt").read_text() == "mine"
+
+
+def test_a_save_that_failed_may_be_tried_again_where_the_run_left_something(tmp_path: Path) -> None:
+    saved_run(tmp_path, 3)
+    run = Run(1)
+    with run.manager(tmp_path) as manager:
+        manager.restore(1)
+        with held_copies(opens_for_updates=False), torch.no_grad():
+            handle = manager.save(2)
+            run.model.weight.add_(1)
+        assert isinstance(handle.exception(), StateChangedWhileStaging)
+        with pytest.raises(StateChangedWhileStaging):
+            manager.wait()
+        assert torch.equal(manager.save(2).result().read("model.weight"), run.weight())
+
+
+@pytest.mark.parametrize("damage", ["manifest", "vanishing", "stock"])
+def test_a_root_opens_at_its_newest_readable_step(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved_run(tmp_path, 3)
+    if damage == "manifest":
+        (tmp_path / "step-1" / "holdfast.json").write_bytes(b"{")
+    elif damage == "vanishing":
+        found = opening.newest_step
+
+        def newest_step(root: str) -> Found | None:
+            newest = found(root)
+            if newest is not None and newest.step == 3:
+                (tmp_path / "step-3").rename(tmp_path / ".step-3.0123456789ab.trash")
+            return newest
+
+        monkeypatch.setattr(opening, "newest_step", newest_step)
+    else:
+        dcp.save({"model": Run().model.state_dict()}, checkpoint_id=tmp_path / "step-4", no_dist=True)
+    expected = {"manifest": 3, "vanishing": 2, "stock": None}[damage]
+    assert holdfast.open(tmp_path).step == expected
+    model = Run(1).model
+    checkpoint = holdfast.load({"model": model}, tmp_path)
+    assert checkpoint.path == str(tmp_path / f"step-{expected or 4}")
+    if damage == "manifest":
+        assert "step-1 is passed over" in caplog.text
+
+
 def test_a_state_that_does_not_fit_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
     saved_run(tmp_path, 1)
     other = Run(1)
@@ -491,6 +633,38 @@ def test_retention_leaves_alone_what_it_did_not_write(tmp_path: Path) -> None:
         for step in (5, 6, 7):
             manager.save(step)
     assert visible(tmp_path) == ["elsewhere", "step-02", "step-1", "step-7"]
+
+
+def test_what_cannot_be_deleted_keeps_nothing_else_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rename = LocalStorage.rename
+
+    def refusing(storage: LocalStorage, source: str, target: str) -> None:
+        if source == "step-1":
+            raise StorageError("can't rename step-1: operation not permitted", path="step-1", errno=errno.EPERM)
+        rename(storage, source, target)
+
+    monkeypatch.setattr(LocalStorage, "rename", refusing)
+    with Run().manager(tmp_path, keep=Keep(last=1)) as manager:
+        for step in (1, 2, 3, 4):
+            manager.save(step).result()
+        assert manager.steps() == [1, 4]
+    assert caplog.text.count("retention can't delete") == 1
+
+
+def test_a_manifest_is_read_once_for_retention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def counted(storage: LocalStorage, name: str) -> Manifest | None:
+        read.append(name)
+        return read_manifest(storage, name)
+
+    monkeypatch.setattr(keeping, "read_manifest", counted)
+    with Run().manager(tmp_path, keep=Keep(last=9)) as manager:
+        for step in (1, 2, 3, 4):
+            manager.save(step).result()
+    assert sorted(read) == [f"step-{step}" for step in (1, 2, 3, 4)]
 
 
 def test_retention_that_fails_fails_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
