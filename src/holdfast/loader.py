@@ -11,6 +11,7 @@ Runs on the calling thread; talks over the group's Store only, every wait with a
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import msgspec
 
 from holdfast import events
 from holdfast.checkpoint import Checkpoint, read_objects
-from holdfast.errors import CheckpointCorrupt, StorageError
+from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, StorageError
 from holdfast.format.manifest import MANIFEST_NAME
 from holdfast.opening import open_source
 from holdfast.optimizer_hook import before_any_load
@@ -68,7 +69,7 @@ def load_state(
     `StorageError`, `DeadlineExceeded`.
     """
     before_any_load()
-    source = _open_together(choose, group, votes, options.timeout_s)
+    source = _open_together(choose, group, votes, options)
     error: BaseException | None = None
     loading: Loading | None = None
     try:
@@ -100,15 +101,16 @@ def load_state(
     return Checkpoint(source)
 
 
-def _open_together(choose: Callable[[], str], group: Group, votes: Votes, timeout_s: float) -> Source:
+def _open_together(choose: Callable[[], str], group: Group, votes: Votes, options: LoadOptions) -> Source:
     """The same checkpoint, opened by every rank through its own file system."""
+    timeout_s = options.timeout_s
     if group.rank != 0:
         choice = msgspec.msgpack.decode(votes.share(None, None, timeout_s=timeout_s), type=_Choice)
         return _open_chosen(choice, votes, timeout_s)
     try:
         source = open_source(choose())
         if isinstance(source, HoldfastSource):
-            source.raise_for_listing()
+            source.raise_for_listing(verify=options.verify)
     except Exception as error:
         votes.share(None, error, timeout_s=timeout_s)
         raise
@@ -127,18 +129,20 @@ def _open_chosen(choice: _Choice, votes: Votes, timeout_s: float) -> Source:
         seen = None if source.manifest is None else source.manifest.attempt
         if seen != choice.attempt:
             path = os.path.join(choice.directory, MANIFEST_NAME)
-            error = StorageError(
-                f"{path} is of attempt {seen} here, but rank 0 sees attempt {choice.attempt}: the path is not shared "
-                "by all ranks",
-                path=path,
-                errno=None,
-            )
+            error = _unshared(path, f"is of attempt {seen} here, but rank 0 sees attempt {choice.attempt}")
+    except CheckpointNotFound as failed:
+        error = _unshared(choice.directory, f"isn't there, but rank 0 reads it ({failed})")
     except Exception as failed:  # noqa: BLE001 - raised by `settle`, after the other ranks have been told
         error = failed
     votes.settle(error, timeout_s=timeout_s)
     if source is None:
         raise AssertionError("settled without an error and without a source")
     return source
+
+
+def _unshared(path: str, seen: str) -> StorageError:
+    message = f"{path} {seen}: load from a path on a file system that all ranks share"
+    return StorageError(message, path=path, errno=None)
 
 
 def _fit(tree: StateTree, source: Source, options: LoadOptions) -> Loading:
@@ -186,5 +190,9 @@ def _fill(loading: Loading, source: Source, group: Group, options: LoadOptions) 
 
 
 def is_corrupt(error: BaseException) -> bool:
-    """Whether another checkpoint may load where this one didn't: what it holds is damaged, or gone."""
-    return isinstance(error, (CheckpointCorrupt, StorageError))
+    """Whether another checkpoint may load where this one didn't: what it holds is damaged, or its device says so.
+
+    Anything else that the system refuses (permissions, limits, a mount that is gone) says nothing of the checkpoint: to
+    go back for it would have good ones written over.
+    """
+    return isinstance(error, CheckpointCorrupt) or (isinstance(error, StorageError) and error.errno == errno.EIO)

@@ -10,7 +10,9 @@ out of the directory.
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import stat
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, Protocol
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 
     from holdfast.plan.read import Transfer
     from holdfast.plan.structure import PathItem
+
+_log = logging.getLogger("holdfast")
 
 READ_THREADS: Final = 2
 
@@ -165,39 +169,60 @@ class HoldfastSource:
         return found
 
     def check_listing(self) -> list[HoldfastError]:
-        problems: list[HoldfastError] = []
-        for file in self.manifest.files:
-            path = os.path.join(self.directory, file.name)
-            try:
-                data = read_small(path, limit=file.size, committed=True)
-                if len(data) != file.size or xxh3_128(data) != file.digest:
-                    problems.append(
-                        CheckpointCorrupt(
-                            f"{path} doesn't match the digest it was committed with",
-                            path=path,
-                            byte_range=(0, len(data)),
-                        )
-                    )
-            except (CheckpointCorrupt, StorageError) as error:
-                problems.append(error)
-        known = {MANIFEST_NAME, *self.files, *(line.name for line in self.manifest.reports)}
-        known.update(file.name for file in self.manifest.files)
+        problems = self._check_committed(digests=True)
         try:
             problems.extend(
                 CheckpointCorrupt(
                     f"{os.path.join(self.directory, name)} is in the checkpoint but was not committed with it",
                     path=os.path.join(self.directory, name),
                 )
-                for name in sorted(set(os.listdir(self.directory)) - known)
+                for name in self._unknown_entries()
             )
         except OSError as error:
             problems.append(refused(self.directory, error))
         return problems
 
-    def raise_for_listing(self) -> None:
-        """Raise the first thing `check_listing` finds."""
-        for problem in self.check_listing():
+    def raise_for_listing(self, *, verify: bool) -> None:
+        """Raise the first thing that is wrong with what no extent checksum covers; by sizes only, without ``verify``.
+
+        What others have put into the directory is none of a load's business, and only said in the log.
+        """
+        for problem in self._check_committed(digests=verify):
             raise problem
+        try:
+            unknown = self._unknown_entries()
+        except OSError as error:
+            raise refused(self.directory, error) from error
+        if unknown:
+            _log.warning("%s holds what was not committed with it: %s", self.directory, ", ".join(unknown[:8]))
+
+    def _unknown_entries(self) -> list[str]:
+        known = {MANIFEST_NAME, *self.files, *(line.name for line in self.manifest.reports)}
+        known.update(file.name for file in self.manifest.files)
+        return sorted(set(os.listdir(self.directory)) - known)
+
+    def _check_committed(self, *, digests: bool) -> list[HoldfastError]:
+        problems: list[HoldfastError] = []
+        for file in self.manifest.files:
+            path = os.path.join(self.directory, file.name)
+            try:
+                if digests:
+                    data = read_small(path, limit=file.size, committed=True)
+                    found, right = len(data), len(data) == file.size and xxh3_128(data) == file.digest
+                else:
+                    found = size_of(path)
+                    right = found == file.size
+                if not right:
+                    problems.append(
+                        CheckpointCorrupt(
+                            f"{path} doesn't match the digest it was committed with",
+                            path=path,
+                            byte_range=(0, found),
+                        )
+                    )
+            except (CheckpointCorrupt, StorageError) as error:
+                problems.append(error)
+        return problems
 
     def open_files(self, *, verify: bool) -> FileSet:
         rows: dict[str, list[tuple[int, int, str]]] = {}
@@ -233,6 +258,19 @@ def read_small(path: str, *, limit: int, committed: bool = False) -> bytes:
             return file.read(min(limit, os.fstat(fd).st_size) + 1)  # a limit may be far more than there is
     except OSError as error:
         raise refused(path, error) from error
+
+
+def size_of(path: str) -> int:
+    """The size of a committed file. Links are not followed."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError as error:
+        raise CheckpointCorrupt(f"{path} is missing; it was committed with the checkpoint", path=path) from error
+    except OSError as error:
+        raise refused(path, error) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointCorrupt(f"{path} is not a plain file; checkpoints hold plain files", path=path)
+    return status.st_size
 
 
 def refused(path: str, error: OSError) -> StorageError:
