@@ -27,6 +27,8 @@ WhenBusy = Literal["wait", "skip"]
 OnError = Literal["raise", "raise_now", "warn"]
 OnCorrupt = Literal["fallback", "raise"]
 
+_NO_CAST: Final = ("float4_e2m1fn_x2", "float8_e8m0fnu")
+"""Two values a byte; and powers of two only."""
 _SAMPLE_STEPS: Final = (0, 1, 12, 98_765_432_101)
 
 
@@ -46,7 +48,8 @@ class CheckpointConfig:
         on_error: a failed save is raised by the next `step`, `save`, `wait` or `close` (``"raise"``), already by the
             next optimizer step or `before_update` (``"raise_now"``), or only logged and warned of (``"warn"``).
         last_model_only: `save(final=True)` keeps the modules only; such a checkpoint is never resumed from.
-        last_dtype: and converts their floating-point tensors to this dtype; a `torch.dtype`, its name, or None.
+        last_dtype: and converts the modules' floating-point tensors to this dtype, those of optimizers never; a
+            `torch.dtype`, its name, or None.
     Loading
         load_only: never write, lock or recover.
         load_step: `restore()` loads this step; None or -1 for the newest.
@@ -169,6 +172,6 @@ def _dtype_name(dtype: object) -> str | None:
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")
-    if name not in ITEMSIZE or not name.startswith(("float", "bfloat")):
-        raise _bad("last_dtype", dtype, "a floating-point torch.dtype, its name, or None")
+    if name not in ITEMSIZE or not name.startswith(("float", "bfloat")) or name in _NO_CAST:
+        raise _bad("last_dtype", dtype, "a floating-point torch.dtype that tensors can be cast to, its name, or None")
     return name

@@ -76,7 +76,7 @@ class SnapshotTaker:
         self._capacities: dict[str, int] = {}
 
     def take(self, tree: StateTree, dtype: str | None) -> Snapshot:
-        """The state as it is now. dtype: floating-point tensors are to be stored as this. Raises `ConfigError`."""
+        """The state as it is now. dtype: what floats of modules are to be stored as. Raises `ConfigError`."""
         collected = tree.collect()
         dumped: dict[int, ObjectPayload] = {}  # options of a group under each of its parameters are one object
         for entry in collected.objects:
@@ -91,7 +91,9 @@ class SnapshotTaker:
         # Not by `unchanged`: that compares with the collection before, which may be one that didn't get here.
         known_as = None if known is None else (known.tree, known.fingerprint, known.dtype, known.capacities)
         if known is None or known_as != (tree, collected.fingerprint, dtype, capacities):
-            structure = _with_dtype(structure_of(collected, capacities), dtype)
+            structure = structure_of(collected, capacities)
+            if dtype is not None:
+                structure = _with_dtype(structure, dtype, tree.module_tensors())
             encoded = encode_structure(structure)
             lazy = {entry.name: entry.tensor for entry in collected.tensors if entry.lazy}
             known = self._known = _Known(
@@ -124,15 +126,16 @@ class SnapshotTaker:
         )
 
 
-def _with_dtype(structure: Structure, dtype: str | None) -> Structure:
-    """``structure`` with every ordinary floating-point tensor stored as ``dtype``; fp8 and the like stay."""
-    if dtype is None:
-        return structure
+def _with_dtype(structure: Structure, dtype: str, names: frozenset[str]) -> Structure:
+    """``structure`` with the ordinary floating-point tensors in ``names`` stored as ``dtype``; fp8 and the like stay.
+
+    Never optimizer state: Adam counts its steps in a float, and step 100001 has no float16.
+    """
     converted = ("float16", "bfloat16", "float32", "float64")
     return msgspec.structs.replace(
         structure,
         tensors=tuple(
-            msgspec.structs.replace(spec, dtype=dtype) if spec.dtype in converted else spec
+            msgspec.structs.replace(spec, dtype=dtype) if spec.dtype in converted and spec.name in names else spec
             for spec in structure.tensors
         ),
     )

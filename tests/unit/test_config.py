@@ -56,6 +56,7 @@ BAD: list[tuple[str, Any]] = [
     *each("staging", "pinned", None, []),
     *[case for name in SWITCHES for case in each(name, 1, "no", None)],
     *each("last_dtype", "bf16", "int8", torch.int64, torch.complex64, 16, "bool", []),
+    *each("last_dtype", "float4_e2m1fn_x2", "float8_e8m0fnu"),
     *each("exclude_from_loading", "dataloader", [1], 3, None, {"a": 1}.values),
     *each("initial_load_path", "", 3, b"path", "s3://bucket/x"),
     *each("load_step", -2, 1.0, "5", False),
@@ -75,7 +76,7 @@ BAD: list[tuple[str, Any]] = [
 GOOD: list[tuple[str, Any]] = [
     *each("every", 1, None, 10**9),
     *each("keep", None, Keep(last=1), Keep(last=None)),
-    *each("last_dtype", "bfloat16", "torch.float16", torch.float32, torch.float64),
+    *each("last_dtype", "float8_e4m3fn", "bfloat16", "torch.float16", torch.float32, torch.float64),
     *each("exclude_from_loading", ["a"], ("a", "b"), {"a"}, iter(["a"]), ()),
     *each("initial_load_path", "some/where", Path("some/where")),
     *each("load_step", -1, 0, 7),

@@ -100,15 +100,25 @@ class StateTree:
         self._stale = True
 
     def modules_only(self) -> StateTree:
-        """A tree of the same state that sees only its modules: for saves that hold the model and nothing else.
+        """A tree of the same state that sees only its modules: for saves and loads of the model and nothing else.
 
         Raises `ConfigError` if the state has no module.
         """
         tree = StateTree(self._state, rank=self.rank, world=self.world, group_ranks=self.group_ranks)
         tree._modules_only = True
-        if next(tree._parts(), None) is None:
-            raise ConfigError("the state has no module: there is no model to save", field="state")
+        if not tree.has_modules:
+            raise ConfigError("the state has no module: there is no model to save or load", field="state")
         return tree
+
+    @property
+    def has_modules(self) -> bool:
+        """Whether anything in the state is a module, or a list of them."""
+        return any(isinstance(part, ModuleSource) for part in self._parts())
+
+    def module_tensors(self) -> frozenset[str]:
+        """Names of the tensors that modules held when the state was collected last."""
+        sources = (source for source in self._sources.values() if isinstance(source, ModuleSource))
+        return frozenset(entry.name for source in sources for entry in source.tensors)
 
     # collecting ----------------------------------------------------------------------------------------------
 
@@ -245,9 +255,10 @@ class StateTree:
 
         ``stored_paths`` may lack names (a foreign writer noted no paths). ``stored_world`` is the number of ranks
         that saved (None: as many as per-rank names say). Top-level keys in ``exclude``, and with ``model_only`` all
-        that aren't modules, are neither wanted nor unexpected.
+        that aren't modules, are neither wanted nor unexpected; in a state without modules ``model_only`` means nothing.
         """
         parts = self._refresh()
+        model_only = model_only and any(isinstance(part, ModuleSource) for part in parts)
         builder = LoadBuilder(
             stored_tensors, stored_objects, stored_paths, rank=self.rank, world=self.world, stored_world=stored_world
         )
