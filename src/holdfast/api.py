@@ -6,8 +6,12 @@ file images from one save to the next.
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import math
 import os
 import threading
+import time
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from holdfast.agreement import Votes
@@ -15,7 +19,7 @@ from holdfast.arguments import checked_metrics, checked_path, checked_seconds, c
 from holdfast.capture import SaveRequest
 from holdfast.checkpoint import Checkpoint, open_checkpoint
 from holdfast.config import CheckpointConfig
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, DeadlineExceeded, HoldfastError
 from holdfast.group import open_group
 from holdfast.loader import LoadOptions, load_state
 from holdfast.optimizer_hook import guard_updates, unguard_updates
@@ -30,7 +34,11 @@ if TYPE_CHECKING:
 
     from holdfast.handle import SaveHandle
 
+_log = logging.getLogger("holdfast")
+
 LOCK_PATIENCE_S: Final = 10.0
+OUTCOME_GRACE_S: Final = 1.0
+"""How long a save whose time is up may take to say what became of it."""
 
 
 def save(
@@ -46,15 +54,25 @@ def save(
     """Save ``state`` to the directory ``path``; returns when it is published, durable and visible to all.
 
     state: mapping of names to modules, optimizers, schedulers, anything with ``state_dict``/``load_state_dict``,
-    tensors, and plain objects, nested as you like. step, metrics: stored with it. process_group: the ranks that save;
-    all of them call this. timeout: seconds for the whole save. overwrite: replace what is at ``path`` as a whole.
+    tensors, and plain objects, nested as you like. step, metrics: stored with it; metrics are rank 0's.
+    process_group: the ranks that save; all of them call this. timeout: seconds for the whole save, after which it is
+    given up. overwrite: replace what is at ``path`` as a whole.
 
     Raises `ConfigError`, `CheckpointExists`, `SaveFailed`, `StorageError`, `DeadlineExceeded`, `OutcomeUnknown`; the
     same on every rank. Nothing is visible at ``path`` unless this returned.
     """
     session = _SaveSession(state, path, process_group, timeout, step, metrics, "eager", overwrite=overwrite)
     try:
-        return session.start().result()
+        handle = session.start()
+        try:
+            return handle.result(max(session.left_s(), OUTCOME_GRACE_S))
+        except DeadlineExceeded:
+            with contextlib.suppress(DeadlineExceeded):
+                session.close()  # gives it up
+            if handle.done():
+                return handle.result(0.0)
+            message = f"the save to {handle.path} did not end within {timeout:g} s; look at the storage, or allow more"
+            raise DeadlineExceeded(message, waited_for=f"save to {handle.path}", timeout_s=timeout) from None
     finally:
         session.close()
 
@@ -83,8 +101,12 @@ def async_save(
         session.close()
         raise
     # On a thread of its own: the saver waits for those that run callbacks when it closes.
-    closer = threading.Thread(target=session.close, name="holdfast-closer", daemon=True)
-    handle.add_done_callback(lambda _: closer.start())
+    closer = threading.Thread(target=session.close_after, args=(handle,), name="holdfast-closer", daemon=True)
+    try:
+        closer.start()
+    except RuntimeError:
+        session.close()
+        raise
     return handle
 
 
@@ -132,7 +154,7 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:  # noqa: A001 - the name u
 
 
 def _checked_request(
-    target: str, step: int | None, metrics: Mapping[str, float] | None, staging: str, *, overwrite: bool
+    target: str, step: int | None, metrics: dict[str, float], staging: str, *, overwrite: bool
 ) -> SaveRequest:
     if step is not None:
         checked_step(step)
@@ -144,7 +166,7 @@ def _checked_request(
     return SaveRequest(
         step=step,
         name=name,
-        metrics=checked_metrics(metrics),
+        metrics=metrics,
         resumable=True,
         overwrite=overwrite,
         eager=staging == "eager",
@@ -168,7 +190,7 @@ class _SaveSession:
     ) -> None:
         # First of all: ranks number their sessions, also one whose arguments are refused.
         self._group = group = open_group(process_group, purpose="save")
-        timeout_s = checked_seconds("timeout", timeout)
+        self._deadline = time.monotonic() + checked_seconds("timeout", timeout)
         self._votes = Votes(group.board)
         self._target = ""
         self._lock: RootLock | None = None
@@ -176,48 +198,67 @@ class _SaveSession:
         error: BaseException | None = None
         try:
             self._target = checked_path(path, field="path")
-            self._request = _checked_request(self._target, step, metrics, staging, overwrite=overwrite)
+            # Metrics are rank 0's: elsewhere nothing need wait for what a device has yet to compute.
+            numbers = checked_metrics(metrics) if group.rank == 0 else {}
+            self._request = _checked_request(self._target, step, numbers, staging, overwrite=overwrite)
             self._tree = StateTree(state, rank=group.rank, world=group.world, group_ranks=group.ranks)
             if group.rank == 0:
-                self._prepare(timeout_s)
+                self._prepare()
+            # To the tenth of a second: it is in messages.
+            stage_s = max(0.1, math.ceil(self.left_s() * 10) / 10)
+            config = CheckpointConfig(
+                keep=None, in_flight=1, stage_timeout=stage_s, persist_timeout=stage_s, commit_timeout=stage_s
+            )
+            # Before the ranks settle: one that can't have a saver is one that can't take part.
+            self._saver = Saver(LocalStorage(os.path.dirname(self._target)), group, config)
         except Exception as failed:  # noqa: BLE001 - raised by `settle`, after the other ranks have been told
             error = failed
         except BaseException:
             self.close()
             raise
-        config = CheckpointConfig(
-            keep=None, in_flight=1, stage_timeout=timeout_s, persist_timeout=timeout_s, commit_timeout=timeout_s
-        )
         try:
-            self._votes.settle(error, target=self._target, timeout_s=timeout_s)
-            self._saver = Saver(LocalStorage(os.path.dirname(self._target)), group, config)
+            self._votes.settle(error, target=self._target, timeout_s=self.left_s())
+            assert self._saver is not None
+            guard_updates(self._saver)
         except BaseException:
             self.close()
             raise
-        guard_updates(self._saver)
 
-    def _prepare(self, timeout_s: float) -> None:
+    def left_s(self) -> float:
+        """Seconds left of the whole; never quite zero: a wait of 0 s would not even look."""
+        return max(0.001, self._deadline - time.monotonic())
+
+    def _prepare(self) -> None:
         """Rank 0: make the parent, lock the path, settle what an earlier save to it has left."""
         parent, name = os.path.split(self._target)
         create_root(parent)
         # An `async_save` of this very process may still be letting go of it.
-        self._lock = RootLock.acquire_beside(self._target, timeout_s=min(timeout_s, LOCK_PATIENCE_S))
-        recover_one(LocalStorage(parent), name, timeout_s=timeout_s)
+        self._lock = RootLock.acquire_beside(self._target, timeout_s=min(self.left_s(), LOCK_PATIENCE_S))
+        recover_one(LocalStorage(parent), name, timeout_s=self.left_s())
 
     def start(self) -> SaveHandle:
         if self._saver is None:
             raise AssertionError("a session is started once it is open")
         return self._saver.start(self._tree, self._request)
 
+    def close_after(self, handle: SaveHandle) -> None:
+        """Wait for the save to end, on a thread of its own, then release everything; what is late is given up."""
+        with contextlib.suppress(DeadlineExceeded):
+            handle.exception(max(self.left_s(), OUTCOME_GRACE_S))
+        try:
+            self.close()
+        except HoldfastError as error:
+            _log.warning("the save to %s was given up: %s", handle.path, error)
+
     def close(self) -> None:
-        """Let the save end, then release everything."""
+        """Let the save end in the time it has left, then release everything."""
         saver = self._saver
         if saver is not None and not saver.is_ours:
             return  # a forked child: all of this is its parent's
         try:
             if saver is not None:
                 unguard_updates(saver)
-                saver.close(None)
+                saver.close(max(self.left_s(), OUTCOME_GRACE_S))
         finally:
             if saver is None or saver.has_ended:  # else some thread may still publish: nobody else may write there
                 lock, self._lock = self._lock, None

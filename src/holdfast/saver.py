@@ -15,21 +15,20 @@ Does not know cadence or retention: ``manager`` does.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import queue
 import threading
 import time
-import weakref
 from typing import TYPE_CHECKING, Final
 
 from holdfast import events
+from holdfast.at_exit import close_at_exit
 from holdfast.callbacks import Callbacks
 from holdfast.capture import Capture, SaveRequest
 from holdfast.delivery import Delivery
 from holdfast.engine.client import EngineClient
-from holdfast.errors import ConfigError, DeadlineExceeded, HoldfastError
+from holdfast.errors import ConfigError, DeadlineExceeded
 from holdfast.handle import SaveHandle
 from holdfast.outcome import AbortReason
 from holdfast.snapshot import SnapshotTaker
@@ -109,10 +108,23 @@ class Saver:
             threading.Thread(target=self._run_stager, name="holdfast-stager", daemon=True),
             threading.Thread(target=self._run_finalizer, name="holdfast-finalizer", daemon=True),
         ]
-        self._engine.start()
-        for thread in self._threads:
-            thread.start()
-        self._at_exit = _close_at_exit(self)
+        try:
+            self._engine.start()
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self._give_up_start()
+            raise
+        self._at_exit = close_at_exit(self, EXIT_GRACE_S)
+
+    def _give_up_start(self) -> None:
+        """What had been started when the system had no more to give ends again."""
+        self._closed = True
+        self._to_stage.put(None)  # for the first thread, if there is one, and through it for the second
+        self._join()
+        self._engine.close(ENGINE_GRACE_S)
+        self._stager.close()
+        self._delivery.close(0.0)
 
     # Training thread. --------------------------------------------------------------------------------------------
 
@@ -255,7 +267,7 @@ class Saver:
     def _join(self) -> None:
         deadline = time.monotonic() + THREAD_GRACE_S
         for thread in self._threads:
-            if thread is not threading.current_thread():
+            if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     @property
@@ -425,20 +437,3 @@ class Saver:
             capture.staging.release()
         finally:
             self._stager.pool.give_slot_back(buffer)
-
-
-def _close_at_exit(saver: Saver) -> Callable[[], None]:
-    """Let saves in flight end when the interpreter exits without `close`; returns what calls that off."""
-    reference = weakref.ref(saver)
-
-    def finish() -> None:
-        forgotten = reference()
-        if forgotten is None:
-            return
-        try:
-            forgotten.close(EXIT_GRACE_S, exiting=True)
-        except HoldfastError as error:
-            _log.warning("at interpreter exit: %s", error)
-
-    atexit.register(finish)
-    return lambda: atexit.unregister(finish)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -157,6 +158,63 @@ def arguments_that_one_rank_gets_wrong(root: Path) -> None:
     holdfast.save(state, root / "args", step=1, timeout=TIMEOUT_S)
     same_error(CheckpointExists, lambda: holdfast.save(state, root / "args", timeout=TIMEOUT_S))
     assert holdfast.open(root / "args").step == 1
+
+
+def metrics_are_rank_0s(root: Path) -> None:
+    """What another rank is given for them doesn't matter; what rank 0 is given refuses the save on every rank."""
+    state = {"w": weights()}
+    bad = {"loss": "low"}
+    with holdfast.CheckpointManager(root / "metrics", state, config=config()) as manager:
+        manager.save(1, metrics=on_rank(1, bad, {"loss": 1.0})).result(TIMEOUT_S)
+        with soon():
+            if dist.get_rank() == 0:
+                with pytest.raises(ConfigError, match="loss"):
+                    manager.save(2, metrics=bad)
+            else:
+                assert isinstance(manager.save(2).exception(TIMEOUT_S), ConfigError)
+                with pytest.raises(ConfigError, match="loss"):
+                    manager.wait()
+        with soon():
+            assert manager.save(3, metrics={"loss": 2.0}).result(TIMEOUT_S).metrics == {"loss": 2.0}
+        assert manager.steps() == [1, 3]
+    checkpoint = holdfast.save(state, root / "call", metrics=on_rank(1, bad, {"loss": 3.0}), timeout=TIMEOUT_S)
+    assert checkpoint.metrics == {"loss": 3.0}
+
+
+def a_saver_that_one_rank_cannot_start(root: Path) -> None:
+    state = {"w": weights()}
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "holdfast-finalizer" and dist.get_rank() == 1:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    threading.Thread.start = refuse  # type: ignore[method-assign]
+    try:
+        for act in (
+            lambda: holdfast.CheckpointManager(root / "threads", state, config=config()),
+            lambda: holdfast.save(state, root / "threads-call", timeout=TIMEOUT_S),
+        ):
+            with soon(), pytest.raises((RuntimeError, HoldfastError), match="can't start new thread"):
+                act()
+            assert not [thread for thread in threading.enumerate() if thread.name == "holdfast-stager"]
+    finally:
+        threading.Thread.start = start  # type: ignore[method-assign]
+    with holdfast.CheckpointManager(root / "threads", state, config=config()) as manager:
+        assert manager.save(1).result(TIMEOUT_S).step == 1
+
+
+def a_final_save_over_the_one_before(root: Path) -> None:
+    state = {"w": weights(), "model": torch.nn.Linear(2, 2)}
+    options = config(last_model_only=True, last_dtype="bfloat16")
+    with holdfast.CheckpointManager(root / "final", state, config=options) as manager:
+        manager.save(1)
+        assert "w" in manager.save(1, final=True).result(TIMEOUT_S).tensors, "nothing else to resume from"
+        manager.save(2)
+        final = manager.save(2, final=True).result(TIMEOUT_S)
+        assert set(final.tensors) == {"model.weight", "model.bias"}
+        assert manager.steps() == [1, 2]
 
 
 def shapes_that_ranks_disagree_on(root: Path) -> None:
@@ -402,6 +460,9 @@ CHECKS = [
     a_leaf_that_one_rank_cannot_store_yet,
     a_leaf_that_one_rank_cannot_store_in_one_call,
     arguments_that_one_rank_gets_wrong,
+    metrics_are_rank_0s,
+    a_saver_that_one_rank_cannot_start,
+    a_final_save_over_the_one_before,
     shapes_that_ranks_disagree_on,
     failures_keep_ranks_in_step,
     an_engine_that_dies_on_one_rank,

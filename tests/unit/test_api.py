@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast import api
+from holdfast.delivery import Delivery
 from holdfast.errors import (
     CheckpointCorrupt,
     CheckpointExists,
@@ -285,6 +287,31 @@ def test_a_save_that_is_late_says_so(tmp_path: Path) -> None:
             holdfast.save({"a": torch.ones(9)}, tmp_path / "x", timeout=0.3)
         opener.join()
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("late", ["recovery", "result"])
+def test_the_time_of_a_save_is_that_of_all_of_it(late: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if late == "recovery":
+        monkeypatch.setattr(api, "recover_one", lambda *_, **__: time.sleep(0.8))
+    else:
+        monkeypatch.setattr(Delivery, "deliver", lambda *_: time.sleep(2.5))
+    began = time.monotonic()
+    with held_copies(opens_for_updates=False) as gate:
+        if late == "result":
+            gate.open()
+        with pytest.raises((DeadlineExceeded, holdfast.SaveFailed)):
+            holdfast.save({"a": torch.ones(9)}, tmp_path / "x", timeout=1.0)
+    assert time.monotonic() - began < (2.5 if late == "recovery" else 10.0)
+    assert not (tmp_path / "x").exists()
+
+
+def test_an_async_save_is_given_up_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_reported = Delivery._wait_reported
+    monkeypatch.setattr(Delivery, "_wait_reported", lambda *args: (time.sleep(2.0), wait_reported(*args))[1])
+    handle = holdfast.async_save({"a": torch.ones(9)}, tmp_path / "x", timeout=0.5)
+    assert isinstance(handle.exception(30.0), holdfast.SaveFailed)
+    assert not (tmp_path / "x").exists()
+    holdfast.save({"a": torch.ones(9)}, tmp_path / "x")
 
 
 # the package -----------------------------------------------------------------------------------------------------
