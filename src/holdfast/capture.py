@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.errors import DeadlineExceeded, StateChangedWhileStaging
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from holdfast.handle import SaveHandle
     from holdfast.plan.write import RankPlan
@@ -33,7 +33,8 @@ class SaveRequest:
 
     step: int | None
     name: str
-    metrics: dict[str, float]
+    metrics: Mapping[str, float]
+    """As they were given; rank 0's count."""
     resumable: bool
     overwrite: bool
     eager: bool

@@ -170,6 +170,17 @@ class Keeper:
             self._needed = None if resumable else self._needed
             return True
 
+    def may_shed(self, step: int) -> bool:
+        """Whether ``step`` may be replaced by its model alone: not pinned, and another is there to resume from."""
+        with self._lock:
+            found = oldest_first(self._storage, published(self._storage, self._template))
+            others = [row for row in found if row.resumable and row.error is None and row.step != step]
+            if others and step not in Pins(self._storage).all():
+                return True
+        why = "it is pinned" if others else "no other is left to resume from"
+        _log.warning("step %d under %s stays whole, for %s", step, self._storage.root, why)
+        return False
+
     def _begin_lineage(self, step: int, in_flight: Collection[int]) -> Lineage:
         found = oldest_first(self._storage, published(self._storage, self._template))
         origin = step - 1 if self._origin is None else self._origin

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from holdfast import events
 from holdfast.agreement import Votes
 from holdfast.arguments import checked_path, checked_step
 from holdfast.capture import SaveRequest
 from holdfast.config import CheckpointConfig
-from holdfast.engine.removal import remove_quickly
 from holdfast.errors import (
     CheckpointNotFound,
     ConfigError,
@@ -29,16 +27,16 @@ from holdfast.errors import (
 from holdfast.group import open_group
 from holdfast.keeping import Keeper
 from holdfast.loader import LoadOptions, is_corrupt, load_state
-from holdfast.optimizer_hook import guard_updates, unguard_updates
-from holdfast.recovery import recover
+from holdfast.optimizer_hook import UpdateGuard, guard_updates, unguard_updates
 from holdfast.root import published
 from holdfast.saver import ORPHAN_GRACE_S, Saver
+from holdfast.starting import settle_root
 from holdfast.state.tree import StateTree
 from holdfast.storage.local import LocalStorage, create_root
 from holdfast.storage.lock import RootLock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from types import TracebackType
 
     from typing_extensions import Self
@@ -46,8 +44,6 @@ if TYPE_CHECKING:
     from holdfast.handle import SaveHandle
 
 _log = logging.getLogger("holdfast")
-SWEEP_S: Final = 2.0
-"""How long all ranks wait at a start for trash to be removed."""
 
 
 class CheckpointManager:
@@ -85,6 +81,7 @@ class CheckpointManager:
         self._saver: Saver | None = None
         self._handles: list[SaveHandle] = []
         self._last: SaveHandle | None = None
+        self._last_is_final = False
         self._seen_first = False
         self._closed = False
         self._trash: list[str] = []
@@ -95,11 +92,15 @@ class CheckpointManager:
         try:
             self._root = checked_path(root, field="root")
             self._tree = self._tree_of(state, auto_rng=True)
+            if config.load_model_only or config.initial_load_path is not None:
+                self._tree.modules_only()
             self._storage = LocalStorage(self._root)
             held = config.load_step if (config.load_step or 0) >= 0 else None
             self._keeper = Keeper(self._storage, config.name_template, config.keep, held=held)
             if self._group.rank == 0 and not config.load_only:
                 self._prepare_root()
+            if not config.load_only:  # before the ranks settle: one that can't have a saver is one that can't take part
+                self._saver = Saver(self._storage, self._group, config, on_published=self._after_publish)
         except Exception as failed:  # noqa: BLE001 - raised by `settle`, after the other ranks have been told
             error = failed
         except BaseException:
@@ -108,15 +109,15 @@ class CheckpointManager:
         try:
             timeout_s = config.stage_timeout + config.persist_timeout
             self._votes.settle(error, target=self._root, timeout_s=timeout_s)
-            if not config.load_only:
-                self._saver = Saver(self._storage, self._group, config, on_published=self._after_publish)
-                self._guard = _UpdateGuard(
-                    self._saver, self._raise_failures if config.on_error == "raise_now" else None
-                )
+            if self._saver is not None:
+                failures = self._raise_failures if config.on_error == "raise_now" else None
+                self._guard = UpdateGuard(self._saver.before_update, failures)
                 guard_updates(self._guard)
                 for name in self._trash:
                     self._saver.remove(name)
         except BaseException:
+            if self._saver is not None:
+                self._saver.close(None)
             self._let_go()
             raise
 
@@ -150,7 +151,15 @@ class CheckpointManager:
         self._check_open()
         if step is None and self._config.load_step is not None and self._config.load_step >= 0:
             step = self._config.load_step
-        candidates = self._candidates(step)
+        try:
+            return self._restore_first(self._candidates(step), step)
+        except CheckpointNotFound:
+            if step is not None:
+                raise
+        # Read beside a writer, whose retention has taken it away since: its successor is there.
+        return self._restore_first(self._candidates(step), step)
+
+    def _restore_first(self, candidates: list[tuple[int, str]], step: int | None) -> int | None:
         if not candidates:
             self._resumed_from(None, None)
             self._load_initial()
@@ -237,8 +246,10 @@ class CheckpointManager:
         """Save now, whatever the cadence.
 
         Returns as `step` does; with ``final`` the last-save options apply and it returns when published. Saving a
-        step that this manager has saved already is `CheckpointExists`, but for ``final``, which returns that save.
-        Where it raises an earlier failure, this save goes on all the same.
+        step that this manager has saved already is `CheckpointExists`, but for ``final`` directly after it: that
+        returns the save before where the last-save options change nothing, else replaces it. A model-only save
+        replaces it only if it isn't pinned and an older step is left to resume from; else it stays, as the log says.
+        Where this raises an earlier failure, this save goes on all the same.
         """
         self._check_open()
         checked_step(step)
@@ -246,22 +257,23 @@ class CheckpointManager:
         if saver is None:
             raise ConfigError("this manager was made with load_only=True and never saves", field="load_only")
         last = self._last
-        if final and last is not None and last.step == step and last.exception() is None:
-            return last
         model_only = final and self._config.last_model_only
+        again = final and last is not None and last.step == step
+        if again and last is not None and self._stands(last, model_only=model_only):
+            return last
         request = SaveRequest(
             step=step,
             name=self._config.name_template.format(step=step),
             metrics=metrics or {},
             resumable=not model_only,
-            overwrite=False,
+            overwrite=again,
             eager=self._config.staging == "eager",
         )
         in_flight = {handle.step for handle in self._handles if handle.step is not None and not handle.done()}
 
         def complete(request: SaveRequest) -> SaveRequest:
             extra, replaces = self._keeper.place(step, request.name, in_flight)
-            return replace(request, extra=extra, overwrite=replaces)
+            return replace(request, extra=extra, overwrite=request.overwrite or replaces)
 
         handle = saver.start(
             self._trees_for(model_only=model_only),
@@ -270,7 +282,7 @@ class CheckpointManager:
             complete=complete,
         )
         self._handles.append(handle)
-        self._last = handle
+        self._last, self._last_is_final = handle, final
         if final or self._config.mode == "sync":
             handle.exception()
         self._raise_failures()
@@ -343,28 +355,7 @@ class CheckpointManager:
         """Rank 0: make the root, lock it and settle what a crash has left."""
         create_root(self._root)
         self._lock = RootLock.acquire(self._root)
-        self.recovered = report = recover(
-            self._storage,
-            clock=time.monotonic,
-            sleep=time.sleep,
-            timeout_s=self._config.persist_timeout,
-            remove=self._trash.append,
-            claim=lambda name: RootLock.acquire_beside(self._storage.path(name)),
-        )
-        # Small ones now, so that a root is clean once a manager is there; the engine removes what takes longer.
-        fd = self._storage.open_dir("")
-        try:
-            remove_quickly(fd, self._trash, timeout_s=SWEEP_S)
-        finally:
-            os.close(fd)
-        self._trash = [name for name in self._trash if self._storage.exists(name)]
-        events.emit(
-            "root.recovered",
-            rank=0,
-            path=self._root,
-            rolled_forward=report.rolled_forward,
-            removed=report.removed,
-        )
+        self.recovered, self._trash = settle_root(self._storage, timeout_s=self._config.persist_timeout)
 
     def _let_go(self) -> None:
         if self._saver is not None and not self._saver.has_ended:
@@ -385,6 +376,25 @@ class CheckpointManager:
         if self._model_tree is None:
             self._model_tree = self._tree.modules_only()
         return self._model_tree
+
+    def _stands(self, last: SaveHandle, *, model_only: bool) -> bool:
+        """Whether ``last`` is to stay what is saved of its step, given the last-save options; the same on every rank.
+
+        Where the options change nothing it has to be there; waits for it.
+        """
+        if self._last_is_final or (not model_only and self._config.last_dtype is None):
+            return last.exception() is None
+        answer, error = b"", None
+        try:
+            failed = last.exception() is not None
+            if self._group.rank == 0 and last.step is not None:
+                stands = not failed and model_only and not self._keeper.may_shed(last.step)
+                answer = b"stands" if stands else b"again"
+        except (HoldfastError, OSError) as late:
+            error = late if self._group.rank == 0 else None
+        config = self._config
+        timeout_s = config.stage_timeout + config.persist_timeout + config.commit_timeout
+        return self._votes.share(answer, error, timeout_s=timeout_s) == b"stands"
 
     def _last_dtype(self) -> str | None:
         dtype = self._config.last_dtype
@@ -429,19 +439,3 @@ class CheckpointManager:
             if self._keeper.note_published(*row, resumable=request.resumable):
                 self._saver.taken.add(request.name)
             self._keeper.apply_retention(request.step, self._saver.remove)
-
-
-class _UpdateGuard:
-    """What stands in front of every update: the wait for copies, then, with ``"raise_now"``, failures."""
-
-    def __init__(self, saver: Saver, raise_failures: Callable[[], None] | None) -> None:
-        self._saver = saver
-        self._raise_failures = raise_failures
-
-    def before_update(self, parameters: Callable[[frozenset[int]], bool] | None = None) -> None:
-        self._saver.before_update(parameters)
-        if self._raise_failures is not None:
-            self._raise_failures()
-
-    def before_load(self) -> None:
-        self._saver.before_load()

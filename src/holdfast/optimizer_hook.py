@@ -76,3 +76,21 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
     for guard in _living():
         guard.before_update(touches)
+
+
+class UpdateGuard:
+    """What stands in front of every update: the wait for copies, then, where they stop training, failures."""
+
+    def __init__(
+        self, wait: Callable[[Callable[[frozenset[int]], bool] | None], None], raise_failures: Callable[[], None] | None
+    ) -> None:
+        self._wait = wait
+        self._raise_failures = raise_failures
+
+    def before_update(self, parameters: Callable[[frozenset[int]], bool] | None = None) -> None:
+        self._wait(parameters)
+        if self._raise_failures is not None:
+            self._raise_failures()
+
+    def before_load(self) -> None:
+        self._wait(None)

@@ -20,9 +20,11 @@ import os
 import queue
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from holdfast import events
+from holdfast.arguments import checked_metrics
 from holdfast.at_exit import close_at_exit
 from holdfast.callbacks import Callbacks
 from holdfast.capture import Capture, SaveRequest
@@ -161,6 +163,7 @@ class Saver:
             if not self._take_slot(handle, request):
                 return handle
             try:
+                request = replace(request, metrics=checked_metrics(request.metrics) if self._group.rank == 0 else {})
                 if request.name in self.taken:  # otherwise the stager thread looks: storage may hang
                     self._delivery.check_target(request)
                 capture = self._capture(tree, request, handle, dtype)

@@ -241,7 +241,7 @@ def interrupt(*_args: object, **_options: object) -> None:
 def test_an_interrupted_start_leaves_the_root_unlocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"w": torch.ones(10)}
     with monkeypatch.context() as patch:
-        patch.setattr("holdfast.manager.recover", interrupt)
+        patch.setattr("holdfast.starting.recover", interrupt)
         patch.setattr("holdfast.api.recover_one", interrupt)
         with pytest.raises(KeyboardInterrupt):
             holdfast.CheckpointManager(tmp_path / "root", state)

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import shutil
 import threading
 import time
@@ -19,7 +20,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 
 import holdfast
-from holdfast import Best, CheckpointConfig, CheckpointManager, Keep, keeping, opening
+from holdfast import Best, CheckpointConfig, CheckpointManager, Keep, keeping, loader, opening
 from holdfast.errors import (
     CallbackFailed,
     CheckpointCorrupt,
@@ -194,7 +195,8 @@ def test_a_final_save_without_options_is_whole(tmp_path: Path) -> None:
     with run.manager(tmp_path, last_dtype="bfloat16") as manager:
         run.train()
         checkpoint = manager.save(1, final=True).result()
-        assert checkpoint.tensors["optimizer.state.weight.exp_avg"].dtype == torch.bfloat16
+        assert checkpoint.tensors["model.weight"].dtype == torch.bfloat16
+        assert {row.dtype for name, row in checkpoint.tensors.items() if "optimizer" in name} == {torch.float32}
         assert checkpoint.manifest is not None
         assert checkpoint.manifest.resumable
     other = Run(1)
@@ -210,6 +212,50 @@ def test_a_final_save_of_a_step_just_saved_is_that_save(tmp_path: Path) -> None:
         assert manager.save(4, final=True) is handle
         assert handle.done()
         assert "optimizer.param_groups.0.lr" in handle.result().objects
+
+
+@pytest.mark.parametrize(
+    ("options", "before", "replaced", "resumes_from"),
+    [
+        ({"last_dtype": "bfloat16"}, [4], True, 4),
+        ({"last_model_only": True}, [2, 4], True, 2),
+        ({"last_model_only": True, "last_dtype": "bfloat16"}, [4], False, 4),
+        ({"last_model_only": True, "keep": Keep(last=1)}, [2, 4], False, 4),
+        ({"last_model_only": True, "pinned": True}, [2, 4], False, 4),
+    ],
+    ids=str,
+)
+def test_a_final_save_of_a_step_just_saved_applies_its_options(
+    options: dict[str, Any],
+    before: list[int],
+    replaced: bool,
+    resumes_from: int,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = Run()
+    run.train()
+    pinned = options.get("pinned", False)
+    options = {name: value for name, value in options.items() if name != "pinned"}
+    with run.manager(tmp_path, every=None, **options) as manager:
+        for step in before:
+            handle = manager.save(step)
+        if pinned:
+            handle.result()
+            manager.pin(4)
+        final = manager.save(4, final=True)
+        assert (final is not handle) == replaced
+        checkpoint = final.result()
+        if replaced:
+            assert checkpoint.tensors["model.weight"].dtype == (
+                torch.bfloat16 if "last_dtype" in options else torch.float32
+            )
+            assert ("optimizer.param_groups.0.lr" in checkpoint.objects) != ("last_model_only" in options)
+        else:
+            assert "step 4" in caplog.text
+        assert manager.save(4, final=True).result().step == 4
+    with Run(1).manager(tmp_path) as manager:
+        assert manager.restore() == resumes_from
 
 
 def test_nothing_is_resumed_from_a_model_only_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -288,6 +334,19 @@ def test_step_0_and_load_model_only_load_the_model_only(tmp_path: Path) -> None:
         assert not other.optimizer.state
 
 
+def test_a_state_without_modules_is_never_loaded_in_part(tmp_path: Path) -> None:
+    state = {"w": torch.ones(3)}
+    with CheckpointManager(tmp_path, state, config=CheckpointConfig()) as manager:
+        manager.save(0).result()
+    other = {"w": torch.zeros(3)}
+    with CheckpointManager(tmp_path, other, config=CheckpointConfig()) as manager:
+        assert manager.restore() == 0
+    assert other["w"].tolist() == [1, 1, 1]
+    for options in ({"load_model_only": True}, {"initial_load_path": str(tmp_path / "step-0")}):
+        with pytest.raises(ConfigError, match="no module"):
+            CheckpointManager(tmp_path / "new", other, config=CheckpointConfig(**options))
+
+
 def test_excluded_keys_are_left_alone(tmp_path: Path) -> None:
     run = Run()
     run.train()
@@ -344,6 +403,56 @@ def test_a_damaged_newest_step_is_passed_over_aloud(tmp_path: Path) -> None:
             manager.restore(3)
     with run.manager(tmp_path, on_corrupt="raise") as manager, pytest.raises(CheckpointCorrupt, match="step-3"):
         manager.restore()
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.ESTALE, errno.ETIMEDOUT, None, errno.EIO])
+def test_what_says_nothing_of_a_checkpoint_is_no_reason_to_go_back(
+    code: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_run(tmp_path, 2)
+    opened = loader.open_source
+
+    def refusing(path: str) -> Any:
+        if path.endswith("step-2"):
+            raise StorageError(f"{path} could not be read", path=path, errno=code)
+        return opened(path)
+
+    monkeypatch.setattr(loader, "open_source", refusing)
+    with Run(1).manager(tmp_path) as manager:
+        if code == errno.EIO:
+            with pytest.warns(UserWarning, match="falling back to step 1"):
+                assert manager.restore() == 1
+        else:
+            with pytest.raises(StorageError, match="step-2 could not be read"):
+                manager.restore()
+
+
+@pytest.mark.parametrize("name", ["notes.txt", ".DS_Store", ".nfs000000000001"])
+def test_what_others_put_into_a_checkpoint_does_not_make_it_corrupt(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved_run(tmp_path, 2)
+    (tmp_path / "step-2" / name).write_text("mine")
+    with Run(1).manager(tmp_path) as manager:
+        assert manager.restore() == 2
+    assert name in caplog.text
+    report = holdfast.open(tmp_path / "step-2").verify()
+    assert [problem.path for problem in report.problems] == [str(tmp_path / "step-2" / name)]
+
+
+def test_a_step_that_a_writer_deletes_meanwhile_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved_run(tmp_path, 3)
+    candidates = keeping.Keeper.candidates
+
+    def outdated(keeper: keeping.Keeper, step: int | None) -> list[tuple[int, str]]:
+        found = candidates(keeper, step)
+        if (tmp_path / "step-3").exists():
+            (tmp_path / "step-3").rename(tmp_path / "aside")
+        return found
+
+    monkeypatch.setattr(keeping.Keeper, "candidates", outdated)
+    with Run(1).manager(tmp_path, load_only=True) as manager:
+        assert manager.restore() == 2
 
 
 def test_where_all_is_damaged_the_last_error_is_raised(tmp_path: Path) -> None:
@@ -481,8 +590,11 @@ def test_only_what_a_run_left_behind_is_written_over(tmp_path: Path) -> None:
             (5, "not a checkpoint that"),
             (7, "exists"),
         ):
-            with pytest.raises(CheckpointExists, match=rf"step {step}: .*step-{step}.*{why}"):
-                manager.save(step)
+            error = manager.save(step).exception()
+            assert isinstance(error, CheckpointExists)
+            assert re.search(rf"step {step}: .*step-{step}.*{why}", str(error))
+            with pytest.raises(CheckpointExists):
+                manager.wait()
         manager.unpin(3)
         assert manager.save(3).result().step == 3
     assert (tmp_path / "step-4" / "notes.txt").read_text() == "mine"
@@ -779,7 +891,7 @@ def test_trash_that_takes_long_is_removed_after_the_start(tmp_path: Path, monkey
     trash.mkdir()
     for number in range(50):
         (trash / str(number)).write_bytes(b"")
-    monkeypatch.setattr("holdfast.manager.SWEEP_S", -1.0)
+    monkeypatch.setattr("holdfast.starting.SWEEP_S", -1.0)
     with Run().manager(tmp_path) as manager:
         assert manager.recovered.removed == (trash.name,)
     assert os.listdir(tmp_path) == [".holdfast"]
@@ -919,6 +1031,25 @@ def test_stats_are_filled(tmp_path: Path) -> None:
         assert (handle.step, handle.path, handle.stage) == (1, checkpoint.path, "published")
         assert checkpoint.manifest is not None
         assert handle.attempt == checkpoint.manifest.attempt
+
+
+def test_hooks_are_told_how_a_save_ended(tmp_path: Path) -> None:
+    ends: dict[int | None, list[str]] = {}
+    remove = holdfast.add_hook(lambda event: ends.setdefault(event.step, []).append(event.kind))
+    try:
+        with Run().manager(tmp_path, in_flight=1, when_busy="skip") as manager:
+            manager.save(1).result()
+            with pytest.raises(CheckpointExists):
+                manager.save(1)
+            with held_copies(opens_for_updates=False) as gate:
+                manager.save(2)
+                manager.save(3)
+                gate.open()
+            manager.wait()
+    finally:
+        remove()
+    assert ends[1].count("save.started") == 2
+    assert (ends[1][-1], ends[3]) == ("save.failed", ["save.started", "save.skipped"])
 
 
 def test_hooks_are_told(tmp_path: Path) -> None:
