@@ -24,6 +24,7 @@ from holdfast.group import open_group
 from holdfast.loader import LoadOptions, load_state
 from holdfast.optimizer_hook import guard_updates, unguard_updates
 from holdfast.recovery import recover_one
+from holdfast.root import refuse_occupied
 from holdfast.saver import Saver
 from holdfast.state.tree import StateTree
 from holdfast.storage.local import LocalStorage, create_root
@@ -234,7 +235,10 @@ class _SaveSession:
         create_root(parent)
         # An `async_save` of this very process may still be letting go of it.
         self._lock = RootLock.acquire_beside(self._target, timeout_s=min(self.left_s(), LOCK_PATIENCE_S))
-        recover_one(LocalStorage(parent), name, timeout_s=self.left_s())
+        storage = LocalStorage(parent)
+        recover_one(storage, name, timeout_s=self.left_s())
+        if not self._request.overwrite:
+            refuse_occupied(storage, name, step=self._request.step)
 
     def start(self) -> SaveHandle:
         if self._saver is None:

@@ -26,7 +26,7 @@ from holdfast._version import __version__
 from holdfast.checkpoint import Checkpoint
 from holdfast.commit import Attempt, Deadlines
 from holdfast.engine.messages import FileRow
-from holdfast.errors import CheckpointExists, DeadlineExceeded, HoldfastError, OutcomeUnknown
+from holdfast.errors import DeadlineExceeded, HoldfastError, OutcomeUnknown
 from holdfast.format.manifest import (
     FORMAT,
     METADATA_NAME,
@@ -40,7 +40,7 @@ from holdfast.format.manifest import (
 from holdfast.format.sealed import xxh3_128
 from holdfast.outcome import Aborted, AbortReason
 from holdfast.plan.index import index_of
-from holdfast.root import attempt_id, is_occupied
+from holdfast.root import attempt_id, refuse_occupied
 from holdfast.source import open_holdfast
 from holdfast.staging.stager import VERIFY_GRACE_S
 from holdfast.storage.lease import lease_name
@@ -131,13 +131,8 @@ class Delivery:
 
     def check_target(self, request: SaveRequest) -> None:
         """Raise `CheckpointExists` if something is where ``request`` is to be published; rank 0 looks for all."""
-        if self._group.rank == 0 and not request.overwrite and is_occupied(self._storage, request.name):
-            path = self._storage.path(request.name)
-            raise CheckpointExists(
-                f"step {request.step}: {path} exists already and published checkpoints are never modified; "
-                "choose another path, or pass overwrite=True to replace it as a whole",
-                path=path,
-            )
+        if self._group.rank == 0 and not request.overwrite:
+            refuse_occupied(self._storage, request.name, step=request.step)
 
     def _begin(self, capture: Capture) -> Attempt:
         plan, prewritten = None, None

@@ -101,6 +101,8 @@ class CheckpointManager:
                 self._prepare_root()
             if not config.load_only:  # before the ranks settle: one that can't have a saver is one that can't take part
                 self._saver = Saver(self._storage, self._group, config, on_published=self._after_publish)
+                if self._group.rank == 0:
+                    self._saver.taken = {name for _, name in published(self._storage, config.name_template)}
         except Exception as failed:  # noqa: BLE001 - raised by `settle`, after the other ranks have been told
             error = failed
         except BaseException:

@@ -17,7 +17,7 @@ import string
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
-from holdfast.errors import CheckpointCorrupt, ConfigError
+from holdfast.errors import CheckpointCorrupt, CheckpointExists, ConfigError
 from holdfast.format.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, decode_manifest
 
 if TYPE_CHECKING:
@@ -86,6 +86,17 @@ def is_occupied(storage: Storage, name: str) -> bool:
     if not storage.exists(name):
         return False
     return storage.size(name) is not None or bool(storage.list_dir(name))
+
+
+def refuse_occupied(storage: Storage, name: str, *, step: int | None) -> None:
+    """Raise `CheckpointExists` if something is where a save of ``step`` is to be published as ``name``."""
+    if is_occupied(storage, name):
+        path = f"{storage.root}/{name}"
+        raise CheckpointExists(
+            f"step {step}: {path} exists already and published checkpoints are never modified; "
+            "choose another path, or pass overwrite=True to replace it as a whole",
+            path=path,
+        )
 
 
 def published(storage: Storage, name_template: str) -> list[tuple[int, str]]:
