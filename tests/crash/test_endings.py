@@ -253,7 +253,7 @@ def test_an_interrupted_start_leaves_the_root_unlocked(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(
-    "at", ["holdfast.saver.is_occupied", "holdfast.saver.Staging", "holdfast.saver.Saver._capture"]
+    "at", ["holdfast.saver.SnapshotTaker.take", "holdfast.saver.Staging", "holdfast.saver.Saver._capture"]
 )
 def test_an_interrupted_save_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
     state = {"w": torch.ones(10)}
