@@ -614,6 +614,7 @@ def test_a_save_that_failed_may_be_tried_again_where_the_run_left_something(tmp_
         assert torch.equal(manager.save(2).result().read("model.weight"), run.weight())
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("damage", ["manifest", "vanishing", "stock"])
 def test_a_root_opens_at_its_newest_readable_step(
     damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
