@@ -106,7 +106,7 @@ class CheckpointManager:
         except Exception as failed:  # noqa: BLE001 - raised by `settle`, after the other ranks have been told
             error = failed
         except BaseException:
-            self._let_go()  # an interrupted cell of a notebook must not keep the root locked
+            self._give_up_start()  # an interrupted cell of a notebook must not keep the root locked
             raise
         try:
             timeout_s = config.stage_timeout + config.persist_timeout
@@ -118,9 +118,7 @@ class CheckpointManager:
                 for name in self._trash:
                     self._saver.remove(name)
         except BaseException:
-            if self._saver is not None:
-                self._saver.close(None)
-            self._let_go()
+            self._give_up_start()
             raise
 
     def __enter__(self) -> Self:
@@ -358,6 +356,11 @@ class CheckpointManager:
         create_root(self._root)
         self._lock = RootLock.acquire(self._root)
         self.recovered, self._trash = settle_root(self._storage, timeout_s=self._config.persist_timeout)
+
+    def _give_up_start(self) -> None:
+        if self._saver is not None:
+            self._saver.close(None)
+        self._let_go()
 
     def _let_go(self) -> None:
         if self._saver is not None and not self._saver.has_ended:

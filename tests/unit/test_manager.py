@@ -586,7 +586,7 @@ def test_only_what_a_run_left_behind_is_written_over(tmp_path: Path) -> None:
         shutil.copytree(tmp_path / "step-1", tmp_path / "step-5")
         for step, why in (
             (3, "it is pinned"),
-            (4, "exists"),
+            (4, "exists already"),
             (5, "not a checkpoint that"),
             (7, "exists"),
         ):
