@@ -286,6 +286,9 @@ def _matched(
     chosen: list[_StoredGroup | None] = []
     for index, of_group in enumerate(labels):
         homes = [at for at, of_stored in enumerate(members) if of_stored & of_group]
+        if not homes and stored[index] is None:
+            chosen.append(None)  # all new: missing, as has been said
+            continue
         if len(homes) > 1 or (of_group and not homes):
             name = joined((*part.path, "param_groups", index))
             where = f"are of groups {homes}" if homes else "are in no group"
