@@ -8,8 +8,9 @@ compares them and posts one `Verdict`:
     skip      a rank has no capture free and its configuration says to skip
     refused   a rank can't take part, or ranks disagree on step or path: the same refusal for everyone
 
-Structures travel only in a replan, and each distinct one once, however many ranks share it. In the steady state a
-save costs each rank one write and one read of a few bytes.
+Structures travel only in a replan, compressed, each distinct one once, and only to ranks that have another. In the
+steady state a save costs each rank a few bytes written, for which no answer is waited, and one short value read;
+the coordinator reads the ballots of all ranks as one value, and deletes them as one.
 
 A rank that has closed its session says so (`Agreement.leave`): a save that others call all the same is refused at once
 rather than waited for.
@@ -22,7 +23,9 @@ Does not: make plans (``plan.write``), or decide about publication (``commit``).
 from __future__ import annotations
 
 import logging
+import zlib
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
@@ -30,7 +33,7 @@ import msgspec
 from holdfast.coordination import BoardLost
 from holdfast.errors import DeadlineExceeded, HoldfastError, SaveFailed
 from holdfast.outcome import AbortReason
-from holdfast.plan.structure import Structure, decode_structure
+from holdfast.plan.structure import Structure, decode_structure, digest_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -43,7 +46,7 @@ VERDICT_GRACE_S: Final = 5.0
 """How much longer than rank 0 the others wait: it waits for the slowest rank as long as it may, and then says which."""
 
 
-class Ballot(msgspec.Struct, frozen=True):
+class Ballot(msgspec.Struct, frozen=True, array_like=True):
     step: int | None
     target: str
     digest: str
@@ -55,7 +58,7 @@ class Ballot(msgspec.Struct, frozen=True):
     """This rank casts no other ballot."""
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class Verdict(msgspec.Struct, frozen=True, array_like=True):
     kind: Literal["same", "replan", "skip", "refused"]
     digests: tuple[str, ...] = ()
     """Distinct digests, in the order of the first rank that has each."""
@@ -69,21 +72,29 @@ class Verdict(msgspec.Struct, frozen=True):
         return [self.digests[index] for index in self.of_rank]
 
 
-def arrive(board: Board, key: str) -> None:
-    """Say that this rank has arrived at ``key``; the last one to rings the bell that is waited for."""
-    if board.add(f"{key}/arrived") >= board.world:
-        board.set(f"{key}/all", b"")
+PACK_FROM_BYTES: Final = 256
+"""Longer messages are compressed: names and rank numbers shrink to a fifth, and one Store serves every rank."""
+PLANS_KEPT: Final = 8
+"""How many plans back a delivery may still collect what its ranks will write; captures in flight are fewer."""
+
+_CastBallot = tuple[int, Ballot]
+"""Rank, and its ballot."""
+_KNOWN: Final = msgspec.msgpack.Decoder(tuple[int, list[str]])
+_BALLOT: Final = msgspec.msgpack.Decoder(_CastBallot)
 
 
-def wait_all_arrived(board: Board, key: str, *, timeout_s: float, waiting_for: str) -> None:
-    """Return when every rank has called `arrive`: one key to wait for, however many ranks there are."""
-    board.get(f"{key}/all", timeout_s=timeout_s, waiting_for=waiting_for)
+def pack(data: bytes) -> bytes:
+    """``data``, compressed if it is long; the first byte says whether."""
+    return b"z" + zlib.compress(data, 1) if len(data) >= PACK_FROM_BYTES else b"=" + data
 
 
-def forget_arrivals(board: Board, key: str) -> None:
-    """Delete the keys of `arrive`; for the one rank that knows that nobody waits any more."""
-    board.delete(f"{key}/arrived")
-    board.delete(f"{key}/all")
+def unpack(data: bytes) -> bytes:
+    return zlib.decompress(data[1:]) if data[:1] == b"z" else data[1:]
+
+
+def planned_key(number: int) -> str:
+    """The list on which ranks say what they will write by the plan that was agreed with save ``number``."""
+    return f"planned/{number}"
 
 
 @dataclass(slots=True)
@@ -100,6 +111,8 @@ class Agreement:
     _known: set[str] = field(default_factory=set)
     """Digests of all structures that this rank knows to be on the board."""
     _agreed: tuple[str, ...] | None = None
+    _plans: list[int] = field(default_factory=list)
+    """Numbers of the saves that made the latest plans."""
     _over: Verdict | None = None
 
     def cast(self, ballot: Ballot, encoded_structure: bytes) -> int:
@@ -116,16 +129,15 @@ class Agreement:
 
     def _cast(self, number: int, ballot: Ballot, encoded_structure: bytes) -> None:
         board = self.board
-        # First, since it may be repeated: a connection that was idle for long is found broken here, and made anew.
-        board.set(f"ballot/{number}/{board.rank}", msgspec.msgpack.encode(ballot))
         if ballot.digest and ballot.digest not in self._posted:
             # The first rank to claim a digest posts the structure; for the others it is only a number.
+            board.try_get(f"structure/{ballot.digest}")  # may be repeated: finds a connection that idled to its end
             claimed = ballot.digest in self._known  # perhaps by this rank, which could not post it then
             self._known.add(ballot.digest)
             if board.add(f"structure/{ballot.digest}/claims") == 1 or claimed:
-                board.set(f"structure/{ballot.digest}", encoded_structure)
+                board.set(f"structure/{ballot.digest}", pack(encoded_structure))
             self._posted.add(ballot.digest)
-        arrive(board, f"ballot/{number}")
+        board.append(f"ballot/{number}", msgspec.msgpack.encode((board.rank, ballot)))
 
     def wait_verdict(self, *, timeout_s: float) -> Verdict:
         """The verdict on the ballots cast, once all have been; raises `DeadlineExceeded` naming the ranks missing."""
@@ -135,15 +147,20 @@ class Agreement:
         self._number += 1
         if board.rank == 0:
             verdict = self._judge(number, timeout_s)
-            board.set(f"verdict/{number}", msgspec.msgpack.encode(verdict))
+            board.set(f"verdict/{number}", pack(msgspec.msgpack.encode(verdict)))
         else:
             data = board.get(
                 f"verdict/{number}",
                 timeout_s=timeout_s + VERDICT_GRACE_S,
                 waiting_for="the coordinator's verdict on the plan",
             )
-            verdict = msgspec.msgpack.decode(data, type=Verdict)
+            verdict = msgspec.msgpack.decode(unpack(data), type=Verdict)
         if verdict.kind == "replan":
+            self._plans.append(number)
+            if len(self._plans) > PLANS_KEPT:
+                forgotten = self._plans.pop(0)
+                if board.rank == 0:
+                    board.delete_list(planned_key(forgotten))
             self._agreed = tuple(verdict.rank_digests())
             self._known.update(verdict.digests)
         elif verdict.over:
@@ -161,9 +178,10 @@ class Agreement:
         try:
             if self._over is None and board.rank == 0:
                 # Nobody else would judge.
-                board.set(f"verdict/{number}", msgspec.msgpack.encode(Verdict("refused", refusal=reason, over=True)))
+                verdict = Verdict("refused", refusal=reason, over=True)
+                board.set(f"verdict/{number}", pack(msgspec.msgpack.encode(verdict)))
             self.cast(Ballot(None, "", "", refusal=reason, leaves=True), b"")
-            board.set(f"left/{board.rank}", msgspec.msgpack.encode(sorted(self._known)))
+            board.append("gone", msgspec.msgpack.encode((board.rank, sorted(self._known))))
             if board.add("left") == board.world:
                 self._forget_all()
         except HoldfastError:
@@ -174,29 +192,34 @@ class Agreement:
         board = self.board
         for number in range(max(0, self._number - 2), self._number + 1):
             self._forget(number)
-        keys = [f"left/{rank}" for rank in range(board.world)]
-        known = board.gather(keys, timeout_s=VERDICT_GRACE_S, waiting_for="the structures that ranks have posted")
-        for digest in set().union(*(msgspec.msgpack.decode(data, type=list[str]) for data in known)):
+        known = [_KNOWN.decode(data)[1] for data in board.try_entries("gone")]
+        for digest in set().union(*known):
             board.delete(f"structure/{digest}")
             board.delete(f"structure/{digest}/claims")
-        for key in (*keys, "left"):
-            board.delete(key)
+        for number in self._plans:
+            board.delete_list(planned_key(number))
+        board.delete_list("gone")
+        board.delete("left")
 
-    def wait_structures(self, verdict: Verdict, *, timeout_s: float) -> dict[str, Structure]:
-        """The structures a replan needs, by digest."""
+    def wait_structures(self, verdict: Verdict, *, own: bytes | None = None, timeout_s: float) -> dict[str, Structure]:
+        """The structures a replan needs, by digest; ``own`` is this rank's, encoded, which needn't be fetched."""
+        here = {} if own is None else {digest_of(own): own}
+        others = [digest for digest in verdict.digests if digest not in here]
         found = self.board.gather(
-            [f"structure/{digest}" for digest in verdict.digests],
+            [f"structure/{digest}" for digest in others],
             timeout_s=timeout_s,
             waiting_for="the structures of ranks whose state changed",
         )
-        return {digest: decode_structure(data) for digest, data in zip(verdict.digests, found, strict=True)}
+        here.update((digest, unpack(data)) for digest, data in zip(others, found, strict=True))
+        return {digest: decode_structure(here[digest]) for digest in verdict.digests}
 
     def _judge(self, number: int, timeout_s: float) -> Verdict:
-        board = self.board
+        board, key = self.board, f"ballot/{number}"
         try:
-            wait_all_arrived(board, f"ballot/{number}", timeout_s=timeout_s, waiting_for="every rank's ballot")
+            data = board.wait_entries(key, board.world, timeout_s=timeout_s, waiting_for="every rank's ballot")
         except DeadlineExceeded as late:
-            missing = [rank for rank in range(board.world) if board.try_get(f"ballot/{number}/{rank}") is None]
+            cast = {rank for rank, _ in map(_BALLOT.decode, board.try_entries(key))}
+            missing = [rank for rank in range(board.world) if rank not in cast]
             shown = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
             message = (
                 f"after {timeout_s:g} s rank(s) {shown} of {board.world} had not called this save; every rank of the "
@@ -206,10 +229,8 @@ class Agreement:
             error.__cause__ = late
             return Verdict("refused", refusal=AbortReason.of(error, rank=0))
         self._sweep(number)
-        data = board.gather(
-            [f"ballot/{number}/{rank}" for rank in range(board.world)], timeout_s=timeout_s, waiting_for="ballots"
-        )
-        return judge([msgspec.msgpack.decode(item, type=Ballot) for item in data], self._agreed)
+        ballots: list[_CastBallot] = sorted(map(_BALLOT.decode, data or ()), key=itemgetter(0))
+        return judge([ballot for _, ballot in ballots], self._agreed)
 
     def _sweep(self, number: int) -> None:
         """Delete the keys of earlier saves: every rank has left them behind, as all have cast ballot ``number``."""
@@ -218,9 +239,7 @@ class Agreement:
         self._swept = number
 
     def _forget(self, number: int) -> None:
-        for rank in range(self.board.world):
-            self.board.delete(f"ballot/{number}/{rank}")
-        forget_arrivals(self.board, f"ballot/{number}")
+        self.board.delete_list(f"ballot/{number}")
         self.board.delete(f"verdict/{number}")
 
 
@@ -253,6 +272,9 @@ class _Vote(msgspec.Struct, frozen=True):
     reason: AbortReason | None = None
     unexpected: tuple[str, ...] = ()
     target: str = ""
+
+
+_VOTE: Final = msgspec.msgpack.Decoder(tuple[int, _Vote])
 
 
 class Votes:
@@ -300,8 +322,7 @@ class Votes:
         self._settled = self._number
         mine = _Vote(None if error is None else AbortReason.of(error, rank=board.rank), tuple(unexpected), target)
         try:
-            board.set(f"{key}/{board.rank}", msgspec.msgpack.encode(mine))
-            arrive(board, key)
+            board.append(f"{key}/votes", msgspec.msgpack.encode((board.rank, mine)))
             verdict = self._wait_counted(key, timeout_s)
         except HoldfastError as silence:
             if error is not None:
@@ -330,13 +351,12 @@ class Votes:
     def _count(self, key: str, timeout_s: float) -> _Vote:
         board = self._board
         try:
-            wait_all_arrived(board, key, timeout_s=timeout_s, waiting_for="every rank's vote")
-            keys = [f"{key}/{rank}" for rank in range(board.world)]
-            data = board.gather(keys, timeout_s=timeout_s, waiting_for="every rank's vote")
+            waiting_for = "every rank's vote"
+            data = board.wait_entries(f"{key}/votes", board.world, timeout_s=timeout_s, waiting_for=waiting_for)
             self._sweep()
         except DeadlineExceeded as late:
             return _Vote(AbortReason.of(late, rank=0))
-        votes = [msgspec.msgpack.decode(item, type=_Vote) for item in data]
+        votes = [vote for _, vote in sorted(map(_VOTE.decode, data or ()), key=itemgetter(0))]
         first = next((_told(vote.reason) for vote in votes if vote.reason is not None), None) or _first_astray(votes)
         common = set(votes[0].unexpected).intersection(*(vote.unexpected for vote in votes[1:]))
         return _Vote(first, tuple(sorted(common)))
@@ -361,8 +381,8 @@ class Votes:
 
     def _forget(self, number: int) -> None:
         key = f"vote/{number}"
-        forget_arrivals(self._board, key)
-        for name in (key, f"{key}/verdict", *(f"{key}/{rank}" for rank in range(self._board.world))):
+        self._board.delete_list(f"{key}/votes")
+        for name in (key, f"{key}/verdict"):
             self._board.delete(name)
 
     def _next_key(self) -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import msgspec
 import xxhash
@@ -114,6 +114,7 @@ class Attempt:
         deadlines: Deadlines,
         plan: AttemptPlan | None = None,
         prewritten: Mapping[str, bytes] | None = None,
+        refusal: AbortReason | None = None,
         step: int | None = None,
         host: str = "",
         remove: Callable[[str], None] | None = None,
@@ -121,9 +122,10 @@ class Attempt:
         """Begin an attempt; every rank calls it with the same ``key``, new for each attempt on this board.
 
         Rank 0 passes ``plan`` and ``prewritten``, the files known beforehand (names without ``/``), which are durable
-        with the attempt directory when this returns there. Other ranks wait for that, at most ``deadlines.begin_s``,
-        and make sure that they see the same directory. ``clock`` is monotonic, in seconds; ``step`` and ``host`` are
-        for messages; ``remove`` is handed what an attempt that could not begin has left in the trash.
+        with the attempt directory when this returns there; or ``refusal``, why there is none. Other ranks wait for
+        that, at most ``deadlines.begin_s``, and make sure that they see the same directory. ``clock`` is monotonic, in
+        seconds; ``step`` and ``host`` are for messages; ``remove`` is handed what an attempt that could not begin has
+        left in the trash.
 
         Raises what `AbortReason.error` gives, the same on every rank that could not begin: `CheckpointExists`,
         `ConfigError` (the root isn't shared), or `SaveFailed` with its cause.
@@ -131,6 +133,8 @@ class Attempt:
         attempt = cls(storage, board, clock, key, deadlines, host)
         attempt.step = step
         if attempt._actor is Actor.COORDINATOR:
+            if refusal is not None:
+                attempt._fail_begin(refusal)
             assert plan is not None
             assert plan.world == board.world
             try:
@@ -217,10 +221,11 @@ class Attempt:
         except (HoldfastError, OSError) as error:
             self._fail_begin(AbortReason.of(error, rank=0, unreported=True))
 
-    def _fail_begin(self, reason: AbortReason) -> None:
+    def _fail_begin(self, reason: AbortReason) -> NoReturn:
         """Nobody can have reported yet, so this failure is certain, whether or not the directory can be removed."""
         self._move(State.ABORT)
-        self._try_remove()
+        if self.directory:
+            self._try_remove()
         try:
             self._news.tell_begin(reason)
         except BoardLost as error:
@@ -278,11 +283,11 @@ class Attempt:
         news, persist_s = self._news, self._deadlines.persist_s
         left_s = max(0.0, self._persist_by - self._clock())
         try:
-            return news.wait_reports(left_s, read_timeout_s=self._deadlines.commit_s)
+            return news.wait_reports(left_s)
         except DeadlineExceeded as late:
             missing = news.missing_ranks()
             if not missing:
-                return news.wait_reports(self._deadlines.commit_s, read_timeout_s=self._deadlines.commit_s)
+                return news.wait_reports(self._deadlines.commit_s)
             shown = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
             message = (
                 f"rank(s) {shown} of {news.world} had not written their part after {persist_s:g} s "

@@ -3,6 +3,10 @@
     LocalBoard   the ranks of one process: one rank, or one thread a rank
     StoreBoard   a ``torch.distributed`` Store (TCPStore, FileStore, ...) under a prefix
 
+Two kinds of keys: one value (`Board.set`, `Board.get`), and a list (`Board.append`, `Board.wait_entries`) that all
+ranks add to and one rank reads whole: what a coordinator wants of 16,384 ranks is one thing to read, not 16,384. What a
+TCPStore answers costs its server 15 to 30 us, so a look at a key is one request, and telling something is, too.
+
 Guarantees: nothing here waits without a deadline, even if the Store's host vanishes without closing its connection. A
 connection that was lost is made anew (``store_client``). Waiting blocks no other user of the Store, as waits are short
 looks that back off; the more ranks there are the rarer they get, so that a Store of 16,384 ranks serves them.
@@ -16,13 +20,13 @@ import functools
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from holdfast.errors import DeadlineExceeded
 from holdfast.store_client import BoardLost, Outage, StoreClient, clone_store
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 __all__ = ["Board", "BoardLost", "LocalBoard", "StoreBoard"]
 
@@ -31,6 +35,9 @@ _LAST_LOOK_S: Final = 0.02
 _LOOKS_PER_S: Final = 16_000
 """What all ranks together may ask of the Store while they wait: a fifth of what a TCPStore answers."""
 _BULK_KEYS: Final = 1024
+_NEVER: Final = b"\x00holdfast: no key ever has this value"
+_LENGTH_BYTES: Final = 4
+_T = TypeVar("_T")
 
 
 class Board(Protocol):
@@ -70,12 +77,33 @@ class Board(Protocol):
         """The values of all ``keys``, in order, as soon as all are there."""
         ...
 
+    def append(self, key: str, value: bytes) -> None:
+        """Add ``value`` to the list at ``key``; it is there when this returns.
+
+        Equal values count once: it may be told twice when a connection ends. Such a key is for lists alone.
+        """
+        ...
+
+    def wait_entries(
+        self, key: str, count: int, *, timeout_s: float, waiting_for: str, unless: str | None = None
+    ) -> list[bytes] | None:
+        """The list at ``key``, in any order, once ``count`` entries are in; None once the key ``unless`` is there."""
+        ...
+
+    def try_entries(self, key: str) -> list[bytes]:
+        """The list at ``key`` as it is now; doesn't wait."""
+        ...
+
+    def delete_list(self, key: str) -> None:
+        """Remove the list at ``key``, which nobody adds to any more; absent is fine."""
+        ...
+
     def delete(self, key: str) -> None:
         """Remove ``key``; absent is fine."""
         ...
 
     def clone(self) -> Board:
-        """The same board for another thread, over a connection of its own where the Store can make one."""
+        """The same board for another thread, to be closed by itself."""
         ...
 
     def close(self) -> None:
@@ -100,6 +128,7 @@ def _missing(keys: Sequence[str], absent: Sequence[int]) -> str:
 @dataclass(slots=True)
 class _Memory:
     values: dict[str, bytes] = field(default_factory=dict)
+    lists: dict[str, dict[bytes, None]] = field(default_factory=dict)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
 
@@ -163,6 +192,39 @@ class LocalBoard:
                     raise _late(waiting_for, timeout_s, _missing(keys, absent))
                 self._memory.changed.wait(left)
 
+    def append(self, key: str, value: bytes) -> None:
+        with self._memory.changed:
+            self._check()
+            self._memory.lists.setdefault(key, {})[bytes(value)] = None
+            self._memory.changed.notify_all()
+
+    def wait_entries(
+        self, key: str, count: int, *, timeout_s: float, waiting_for: str, unless: str | None = None
+    ) -> list[bytes] | None:
+        deadline = time.monotonic() + timeout_s
+        with self._memory.changed:
+            while True:
+                self._check()
+                if unless in self._memory.values:
+                    return None
+                found = self._memory.lists.get(key, {})
+                if len(found) >= count:
+                    return list(found)
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise _late(waiting_for, timeout_s, f" ({len(found)} of {count} are there)")
+                self._memory.changed.wait(left)
+
+    def try_entries(self, key: str) -> list[bytes]:
+        with self._memory.changed:
+            self._check()
+            return list(self._memory.lists.get(key, {}))
+
+    def delete_list(self, key: str) -> None:
+        with self._memory.changed:
+            self._check()
+            self._memory.lists.pop(key, None)
+
     def delete(self, key: str) -> None:
         with self._memory.changed:
             self._check()
@@ -179,7 +241,7 @@ class LocalBoard:
     def keys(self) -> list[str]:
         """All keys there are now, sorted; for tests that look for leftovers."""
         with self._memory.changed:
-            return sorted(self._memory.values)
+            return sorted([*self._memory.values, *self._memory.lists])
 
     def _check(self) -> None:
         if self._closed:
@@ -190,7 +252,8 @@ class StoreBoard:
     """A `Board` over ``store``, under ``prefix``, for ``rank`` of ``world``.
 
     ``store`` is any ``torch.distributed`` Store that all ranks reach. A connection of our own is made from it where
-    torch can (2.8 and later); with older versions it is shared, and another user's blocking wait on it holds up ours.
+    torch can (2.8 and later) and shared by all clones, as no call on it waits and a Store's host has a limit of open
+    files; with older versions the Store's own is used, and another user's blocking wait on it holds up ours.
     ``call_timeout_s`` bounds each single request; a board that doesn't answer within it is lost.
     """
 
@@ -209,91 +272,169 @@ class StoreBoard:
         self.world = world
         self.prefix = prefix
         self._client = _client if _client is not None else StoreClient(clone_store(store), call_timeout_s, Outage())
+        self._client.enter()
+        self._closed = threading.Event()
         self._slowest_look_s = max(_LAST_LOOK_S, world / _LOOKS_PER_S)
 
     def set(self, key: str, value: bytes) -> None:
         # A TCPStore answers no `set`: without the question one that a dropped connection has swallowed goes unnoticed.
         full = self._full(key)
-        self._client.call(lambda store: (store.set(full, value), store.check([full])))
+        self._call(lambda store: (store.set(full, value), store.check([full])))
 
     def get(self, key: str, *, timeout_s: float, waiting_for: str) -> bytes:
-        deadline = time.monotonic() + timeout_s
-        value = self._look(key, deadline)
-        if value is None:
-            raise _late(waiting_for, timeout_s)
-        return value
+        for _ in self._looks(timeout_s):
+            value = self.try_get(key)
+            if value is not None:
+                return value
+        raise _late(waiting_for, timeout_s)
 
     def try_get(self, key: str) -> bytes | None:
-        full = self._full(key)
-
-        def read(store: Any) -> bytes | None:
-            # `get` alone would wait for an absent key.
-            return bytes(store.get(full)) if store.check([full]) else None
-
-        value: bytes | None = self._client.call(read)
-        return value
+        return self._call(functools.partial(_peek, key=self._full(key)))
 
     def compare_set(self, key: str, value: bytes) -> bytes:
         assert value  # a Store can't tell an empty value from an absent one here
-        return bytes(self._client.call(lambda store: store.compare_set(self._full(key), "", value)))
+        return bytes(self._call(lambda store: store.compare_set(self._full(key), "", value)))
 
     def add(self, key: str, amount: int = 1) -> int:
-        return int(self._client.call(lambda store: store.add(self._full(key), amount), again=False))
+        return int(self._call(lambda store: store.add(self._full(key), amount), again=False))
 
     def gather(self, keys: Sequence[str], *, timeout_s: float, waiting_for: str) -> list[bytes]:
         deadline = time.monotonic() + timeout_s
-        for key in keys:
-            if not self._wait_there(key, deadline):
-                absent = [index for index, other in enumerate(keys) if not self._there(other)]
-                if absent:
-                    raise _late(waiting_for, timeout_s, _missing(keys, absent))
         found: list[bytes] = []
         for start in range(0, len(keys), _BULK_KEYS):
             full = [self._full(key) for key in keys[start : start + _BULK_KEYS]]
-            found.extend(self._client.call(functools.partial(_read_all, keys=full)))
+            are_there = functools.partial(_are_there, keys=full)
+            if not any(self._call(are_there) for _ in self._looks(deadline - time.monotonic())):
+                absent = [index for index, key in enumerate(keys) if self.try_get(key) is None]
+                if absent:
+                    raise _late(waiting_for, timeout_s, _missing(keys, absent))
+            found.extend(self._call(functools.partial(_read_all, keys=full)))
         return found
 
+    def append(self, key: str, value: bytes) -> None:
+        self._call(functools.partial(_append, key=self._full(key), value=value))
+
+    def wait_entries(
+        self, key: str, count: int, *, timeout_s: float, waiting_for: str, unless: str | None = None
+    ) -> list[bytes] | None:
+        told = 0
+        found: list[bytes] = []
+        for _ in self._looks(timeout_s):
+            if unless is not None and self.try_get(unless) is not None:
+                return None
+            told = self._call(functools.partial(_count, key=self._full(key)))
+            if told >= count:
+                found = self._call(functools.partial(_entries, key=self._full(key), told=told))
+                if len(found) >= count:
+                    return found
+        raise _late(waiting_for, timeout_s, f" ({len(found) or told} of {count} are there)")
+
+    def try_entries(self, key: str) -> list[bytes]:
+        full = self._full(key)
+        return self._call(lambda store: _entries(store, key=full, told=_count(store, key=full)))
+
+    def delete_list(self, key: str) -> None:
+        self._call(functools.partial(_delete_list, key=self._full(key)))
+
     def delete(self, key: str) -> None:
-        self._client.call(lambda store: store.delete_key(self._full(key)))
+        self._call(lambda store: store.delete_key(self._full(key)))
 
     def clone(self) -> StoreBoard:
-        client = self._client
-        store = client.call(clone_store)
-        clone = StoreClient(store, client.call_timeout_s, client.outage)
-        return StoreBoard(store, self.rank, self.world, self.prefix, _client=clone)
+        if self._closed.is_set():
+            raise BoardLost("this board was closed")
+        return StoreBoard(None, self.rank, self.world, self.prefix, _client=self._client)
 
     def close(self) -> None:
-        self._client.close()
+        if not self._closed.is_set():
+            self._closed.set()
+            self._client.leave()
 
     def _full(self, key: str) -> str:
         return f"{self.prefix}/{key}"
 
-    def _there(self, key: str) -> bool:
-        return bool(self._client.call(lambda store: store.check([self._full(key)])))
+    def _call(self, function: Callable[[Any], _T], *, again: bool = True) -> _T:
+        if self._closed.is_set():
+            raise BoardLost("this board was closed")
+        result: _T = self._client.call(function, again=again)
+        return result
 
-    def _look(self, key: str, deadline: float) -> bytes | None:
-        """The value of ``key`` once it is there, None if the deadline passes first."""
-        pause_s = _FIRST_LOOK_S
-        while (value := self.try_get(key)) is None:
+    def _looks(self, timeout_s: float) -> Iterator[None]:
+        """Once now, then at growing intervals, for the last time when ``timeout_s`` has passed."""
+        deadline = time.monotonic() + timeout_s
+        # Where looks are rare the first are, too: else all ranks together would flood the Store with them.
+        pause_s = max(_FIRST_LOOK_S, self._slowest_look_s / 16)
+        while True:
+            yield
             left = deadline - time.monotonic()
             if left <= 0:
-                return None
-            self._client.closed.wait(min(pause_s, left))
+                return
+            self._closed.wait(min(pause_s, left))
             pause_s = min(pause_s * 1.5, self._slowest_look_s)
-        return value
 
-    def _wait_there(self, key: str, deadline: float) -> bool:
-        pause_s = _FIRST_LOOK_S
-        while not self._there(key):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return False
-            self._client.closed.wait(min(pause_s, left))
-            pause_s = min(pause_s * 1.5, self._slowest_look_s)
-        return True
+
+def _peek(store: Any, *, key: str) -> bytes | None:
+    """The value of ``key``, or None, in one request: a Store's `get` waits for an absent key.
+
+    A comparison that never holds changes nothing and is answered with the value there is; for an absent key, with
+    what was expected.
+    """
+    value = bytes(store.compare_set(key, _NEVER, _NEVER))
+    if value == _NEVER or (not value and not store.check([key])):
+        return None
+    return value
+
+
+def _are_there(store: Any, *, keys: list[str]) -> bool:
+    return bool(store.check(keys))
+
+
+def _is_extended(store: Any) -> bool:
+    return bool(getattr(store, "has_extended_api", bool)())
 
 
 def _read_all(store: Any, *, keys: list[str]) -> list[bytes]:
-    if hasattr(store, "has_extended_api") and store.has_extended_api():
+    if _is_extended(store):
         return [bytes(value) for value in store.multi_get(keys)]
     return [bytes(store.get(key)) for key in keys]
+
+
+# Lists. A Store that can append holds all entries, with their lengths, in the value of one key, and how many were told
+# in another, to look at over and over. Any other Store has a key an entry. What is told twice counts twice, and is read
+# once.
+
+
+def _append(store: Any, *, key: str, value: bytes) -> None:
+    if _is_extended(store):
+        store.append(f"{key}/entries", len(value).to_bytes(_LENGTH_BYTES, "little") + value)
+        # A TCPStore doesn't answer an `append`; what it answers next on this connection, it has done after it.
+        store.add(f"{key}/told", 1)
+    else:
+        store.set(f"{key}/{store.add(f'{key}/told', 1)}", value)
+
+
+def _count(store: Any, *, key: str) -> int:
+    return int(_peek(store, key=f"{key}/told") or 0)
+
+
+def _entries(store: Any, *, key: str, told: int) -> list[bytes]:
+    if not told:
+        return []
+    if not _is_extended(store):
+        return list(dict.fromkeys(_read_all(store, keys=[f"{key}/{number}" for number in range(1, told + 1)])))
+    data = _peek(store, key=f"{key}/entries") or b""
+    found: dict[bytes, None] = {}
+    at = 0
+    while at < len(data):
+        end = at + _LENGTH_BYTES + int.from_bytes(data[at : at + _LENGTH_BYTES], "little")
+        found[data[at + _LENGTH_BYTES : end]] = None
+        at = end
+    return list(found)
+
+
+def _delete_list(store: Any, *, key: str) -> None:
+    if _is_extended(store):
+        store.delete_key(f"{key}/entries")
+    else:
+        for number in range(1, _count(store, key=key) + 1):
+            store.delete_key(f"{key}/{number}")
+    store.delete_key(f"{key}/told")

@@ -1,20 +1,19 @@
 """What the ranks of one attempt tell each other, and under which keys of the board. Torch-free.
 
     begin            by rank 0: where to write, or why it could not begin
-    report/7         by rank 7: its line of the manifest
-    reported, wake   how many have reported; that there is something to decide
+    reports          the list of lines of the manifest, each by its rank
     outcome          COMMIT or ABORT(reason): whoever is first
     end              by rank 0: Published, Aborted or InDoubt, when that is durable
     left             how many have read the end; the last one clears the board
 
-Guarantees: the coordinator waits for one key and each other rank for one key, however many ranks there are; nothing of
-an attempt stays on the board once all its ranks have left. Any thread may call anything.
+Guarantees: whatever a rank waits for or deletes is one key or one list, however many ranks there are; nothing of an
+attempt stays on the board once all its ranks have left. Any thread may call anything.
 Does not: decide (``commit`` does). News is lost with the board; what counts is durable elsewhere.
 """
 
 from __future__ import annotations
 
-import logging
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -25,11 +24,7 @@ from holdfast.format.manifest import ManifestReport
 from holdfast.outcome import Aborted, AbortReason, InDoubt, Published
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from holdfast.coordination import Board
-
-_log = logging.getLogger("holdfast.commit")
 
 
 class CommitVote(msgspec.Struct, frozen=True, tag="commit"):
@@ -64,6 +59,7 @@ class News:
     def __init__(self, board: Board, key: str) -> None:
         self._board = board
         self._key = key
+        self._reports = f"{key}/reports"
         self.rank = board.rank
         self.world = board.world
 
@@ -76,38 +72,35 @@ class News:
         return note
 
     def tell_report(self, report: ManifestReport) -> None:
-        """The last rank to report wakes the coordinator."""
-        self._board.set(self._report_key(report.rank), _encode(report))
-        if self._board.add(f"{self._key}/reported") == self.world:
-            self._wake()
+        self._board.append(self._reports, _encode(report))
 
-    def wait_reports(self, timeout_s: float, *, read_timeout_s: float) -> list[ManifestReport] | AbortReason:
+    def wait_reports(self, timeout_s: float) -> list[ManifestReport] | AbortReason:
         """All reports in rank order, or the reason for which somebody has given up.
 
-        Raises `DeadlineExceeded` if there is neither; ``read_timeout_s`` bounds reading the reports once all are in.
+        Raises `DeadlineExceeded` if there is neither.
         """
-        self._board.get(f"{self._key}/wake", timeout_s=timeout_s, waiting_for="the reports of all ranks")
-        return self.reason() or self._reports(read_timeout_s)
-
-    def _reports(self, timeout_s: float) -> list[ManifestReport]:
-        keys: Sequence[str] = [self._report_key(rank) for rank in range(self.world)]
-        found = self._board.gather(keys, timeout_s=timeout_s, waiting_for="the reports of all ranks")
-        return [_REPORT.decode(data) for data in found]
+        found = self._board.wait_entries(
+            self._reports,
+            self.world,
+            timeout_s=timeout_s,
+            waiting_for="the reports of all ranks",
+            unless=f"{self._key}/outcome",
+        )
+        if found is None:
+            reason = self.reason()
+            assert reason is not None, "nobody but the coordinator, who asks, votes to commit"
+            return reason
+        return sorted(map(_REPORT.decode, found), key=attrgetter("rank"))
 
     def missing_ranks(self) -> list[int]:
         """Ranks whose report isn't there now."""
-        return [rank for rank in range(self.world) if self._board.try_get(self._report_key(rank)) is None]
+        there = {_REPORT.decode(data).rank for data in self._board.try_entries(self._reports)}
+        return [rank for rank in range(self.world) if rank not in there]
 
     def vote(self, vote: CommitVote | AbortReason) -> AbortReason | None:
-        """Set the outcome if it is open; the reason that stands then, None for COMMIT. Wakes the coordinator."""
+        """Set the outcome if it is open; the reason that stands then, None for COMMIT."""
         standing = _VOTE.decode(self._board.compare_set(f"{self._key}/outcome", _encode(vote)))
-        if not isinstance(standing, AbortReason):
-            return None
-        try:
-            self._wake()
-        except BoardLost as error:
-            _log.warning("the coordinator could not be woken: %s", error)
-        return standing
+        return standing if isinstance(standing, AbortReason) else None
 
     def reason(self) -> AbortReason | None:
         """The root cause, if ABORT is the outcome by now."""
@@ -129,15 +122,8 @@ class News:
         try:
             if board.add(f"{key}/left") < self.world:
                 return
-            for rank in range(self.world):
-                board.delete(self._report_key(rank))
-            for name in ("begin", "reported", "wake", "outcome", "end", "left"):
+            board.delete_list(self._reports)
+            for name in ("begin", "outcome", "end", "left"):
                 board.delete(f"{key}/{name}")
         except (BoardLost, DeadlineExceeded):
             return
-
-    def _wake(self) -> None:
-        self._board.set(f"{self._key}/wake", b"1")
-
-    def _report_key(self, rank: int) -> str:
-        return f"{self._key}/report/{rank}"

@@ -84,6 +84,7 @@ class StoreClient:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._started = False
+        self._users = 0
         # The thread holds the queue and the Store, not this object: it ends when the last board on it is gone.
         self._end = weakref.finalize(self, self._calls.put, None)
 
@@ -153,7 +154,17 @@ class StoreClient:
         self._store, self._calls, self._lost, self._started = connect.result, queue.SimpleQueue(), "", False
         self._end = weakref.finalize(self, self._calls.put, None)
 
-    def close(self) -> None:
+    def enter(self) -> None:
+        """One more board uses this."""
+        with self._lock:
+            self._users += 1
+
+    def leave(self) -> None:
+        """One board less; with the last one it is closed."""
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
         self.closed.set()
         self._end()
 

@@ -34,6 +34,7 @@ from holdfast.errors import (
     OutcomeUnknown,
     SaveFailed,
     StateChangedWhileStaging,
+    StateMismatch,
     StorageError,
 )
 from holdfast.format.manifest import report_name
@@ -104,6 +105,31 @@ def test_two_failing_ranks_agree_on_one_cause():
 
     outcomes = run_ranks(lambda rank: save(storage, boards[rank], 7, plan=plan, fail=lambda: fail(rank)), 3)
     assert len({str(error_of(outcome, 7)) for outcome in outcomes}) == 1
+
+
+def test_what_keeps_the_coordinator_from_a_plan_is_what_every_rank_raises():
+    storage = MemoryStorage()
+    boards = LocalBoard.of_world(3)
+    reason = AbortReason.of(StateMismatch("w is cut differently", mismatched=("w",)), rank=2)
+
+    def begin(rank):
+        Attempt.begin(
+            storage=storage,
+            board=boards[rank],
+            clock=time.monotonic,
+            key="attempt/7",
+            deadlines=Deadlines(10, 10, 10),
+            refusal=reason if rank == 0 else None,
+            step=7,
+        )
+
+    errors = run_ranks(begin, 3)
+    assert [type(error) for error in errors] == [SaveFailed] * 3
+    assert len({str(error) for error in errors}) == 1
+    assert errors[1].rank == 2
+    assert "w is cut differently" in str(errors[1])
+    assert storage.list_dir("") == []
+    assert boards[0].keys() == []
 
 
 def test_an_occupied_name_is_refused_before_anything_is_made():

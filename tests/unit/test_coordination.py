@@ -19,7 +19,7 @@ from _protocol import run_ranks
 from holdfast.agreement import Agreement, Ballot
 from holdfast.coordination import BoardLost, LocalBoard, StoreBoard
 from holdfast.errors import DeadlineExceeded, HoldfastError
-from holdfast.store_client import RECONNECT_S
+from holdfast.store_client import RECONNECT_S, Outage, StoreClient
 
 
 @pytest.fixture(params=["local", "tcp", "prefixed", "hash", "file"])
@@ -87,6 +87,85 @@ def test_a_wait_ends_at_its_deadline_and_says_for_what(boards):
     assert time.monotonic() - began < 2
 
 
+def test_what_is_appended_is_read_whole_once_all_is_in(boards):
+    one, other = boards
+    assert one.try_entries("l") == []
+    other.append("l", b"")
+    timer = threading.Timer(0.05, one.append, ("l", b"\x00" * 300))
+    timer.start()
+    found = other.wait_entries("l", 2, timeout_s=5, waiting_for="both")
+    assert sorted(found) == [b"", b"\x00" * 300]
+    timer.join()
+    assert sorted(one.try_entries("l")) == sorted(found)
+    one.delete_list("l")
+    one.delete_list("never")
+    assert one.try_entries("l") == []
+
+
+def test_a_wait_for_entries_ends_at_its_deadline_or_with_another_key(boards):
+    one, other = boards
+    one.append("l", b"1")
+    with pytest.raises(DeadlineExceeded, match=r"the rest \(1 of 2 are there\)") as caught:
+        one.wait_entries("l", 2, timeout_s=0.05, waiting_for="the rest")
+    assert caught.value.waited_for == "the rest"
+    timer = threading.Timer(0.05, other.set, ("stop", b""))
+    timer.start()
+    assert one.wait_entries("l", 2, timeout_s=30, waiting_for="the rest", unless="stop") is None
+    timer.join()
+
+
+def test_ten_thousand_entries_from_many_threads_arrive_whole(boards):
+    def tell(number):
+        for entry in range(2500):
+            boards[number % 2].append("l", b"%d" % (number * 2500 + entry))
+
+    count = 10000
+    threads = [threading.Thread(target=tell, args=(number,)) for number in range(count // 2500)]
+    for thread in threads:
+        thread.start()
+    found = boards[0].wait_entries("l", count, timeout_s=60, waiting_for="all")
+    for thread in threads:
+        thread.join()
+    assert sorted(map(int, found)) == list(range(count))
+
+
+def test_all_clones_share_one_thread_and_connection():
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    board = StoreBoard(store, 0, 1, "p")
+    clones = [board.clone() for _ in range(3)]
+    for number, clone in enumerate(clones):
+        clone.set(f"k{number}", b"1")
+    assert len({id(each._client) for each in [board, *clones]}) == 1
+    board.close()
+    assert clones[0].try_get("k2") == b"1"
+    for clone in clones:
+        clone.close()
+    with pytest.raises(BoardLost, match="closed"):
+        clones[0].clone()
+
+
+def test_a_look_is_one_request_and_ranks_look_the_rarer_the_more_they_are():
+    looks = []
+
+    class Counting(dist.HashStore):
+        def compare_set(self, key, expected, desired):
+            looks.append(time.monotonic())
+            return super().compare_set(key, expected, desired)
+
+    store = Counting()
+    for world, most in ((2, 200), (16384, 8)):
+        board = StoreBoard(None, 1, world, "p", _client=StoreClient(store, 30.0, Outage()))
+        looks.clear()
+        with pytest.raises(DeadlineExceeded):
+            board.get("never", timeout_s=0.5, waiting_for="nothing")
+        assert 3 <= len(looks) <= most
+        looks.clear()
+        store.set("p/there", b"1")
+        assert board.get("there", timeout_s=5, waiting_for="it") == b"1"
+        assert len(looks) == 1
+        board.close()
+
+
 def test_a_clone_sees_the_same_keys_and_closes_alone(boards):
     clone = boards[0].clone()
     assert (clone.rank, clone.world) == (0, 2)
@@ -148,7 +227,10 @@ def test_a_store_that_never_answers_is_lost_in_time():
     released = threading.Event()
 
     class Vanished:
-        def check(self, _keys):
+        def compare_set(self, _key, _expected, _desired):
+            released.wait(20)
+
+        def set(self, _key, _value):
             released.wait(20)
 
     board = StoreBoard(Vanished(), 0, 2, "p", call_timeout_s=0.05)
@@ -322,13 +404,31 @@ def test_a_ballot_that_could_not_be_cast_leaves_ranks_in_step(far):
     assert kinds == ["replan", "refused", "same"]
 
 
+@pytest.mark.parametrize("way", ["drop", "stall"])
+def test_what_was_told_over_a_connection_that_ends_is_told_once(far, way):
+    mine, other, proxy = far
+    mine.append("l", b"first")
+    for round_ in range(3):
+        getattr(proxy, way)()
+        mine.append("l", b"%d" % round_)
+        mine.append("l", b"%d" % round_)  # as a call that is repeated without need
+    with pytest.raises(DeadlineExceeded, match="4 of 5"):
+        other.wait_entries("l", 5, timeout_s=0.1, waiting_for="one more")
+    other.append("l", b"last")
+    assert set(other.wait_entries("l", 5, timeout_s=5, waiting_for="all")) == {b"first", b"0", b"1", b"2", b"last"}
+
+
 class Dropping:
-    """A board whose connection ends whenever something is to be counted."""
+    """A board whose connection ends for good whenever something is to be told."""
 
     def __init__(self, board, proxy):
         self.board, self.proxy = board, proxy
 
     def __getattr__(self, name):
-        if name == "add":
+        if name == "append":
             self.proxy.drop()
+            return self._lost
         return getattr(self.board, name)
+
+    def _lost(self, _key, _value):
+        raise BoardLost("the connection ended, and again when it was told anew")
