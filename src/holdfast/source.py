@@ -19,11 +19,15 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from holdfast.boxes import Box
 from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, HoldfastError, StorageError
+from holdfast.format.dcp import StoredPlan, StoredRank, render_metadata
 from holdfast.format.manifest import (
+    MANIFEST_HEAD_BYTES,
     MANIFEST_NAME,
+    METADATA_NAME,
     Manifest,
     RankIndex,
     Report,
+    attempt_in,
     decode_manifest,
     decode_report,
     read_index,
@@ -106,11 +110,18 @@ class HoldfastSource:
     records: Final = None
     checksummed: Final = True
 
-    def __init__(self, directory: str, manifest: Manifest) -> None:
+    def __init__(self, directory: str, *, step: int | None, world: int, manifest: Manifest | None = None) -> None:
+        """``manifest``: None to have it read, and checked, when it is first asked for."""
         self.directory = directory
-        self.manifest = manifest
-        self.step = manifest.step
-        self.world = manifest.world
+        self.step = step
+        self.world = world
+        if manifest is not None:
+            self.__dict__["manifest"] = manifest
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """What was committed."""
+        return _read_manifest(self.directory)
 
     @cached_property
     def _reports(self) -> list[tuple[Report, RankIndex]]:
@@ -168,8 +179,33 @@ class HoldfastSource:
         found.update((row.name, row.path) for _, index in self._reports for row in index.objects)
         return found
 
+    def render_dcp_metadata(self) -> bytes:
+        """The stock ``.metadata`` of this checkpoint, from its reports: time and memory by tensors times ranks."""
+        return render_metadata(
+            StoredPlan(tuple(StoredRank(report.files, index.tensors, index.objects) for report, index in self._reports))
+        )
+
+    @property
+    def has_committed_metadata(self) -> bool:
+        """Whether ``.metadata`` was committed with the checkpoint; else it may have been added later, or not be."""
+        return any(file.name == METADATA_NAME for file in self.manifest.files)
+
     def check_listing(self) -> list[HoldfastError]:
         problems = self._check_committed(digests=True)
+        path = os.path.join(self.directory, METADATA_NAME)
+        if not problems and not self.has_committed_metadata and os.path.lexists(path):
+            try:
+                expected = self.render_dcp_metadata()
+                if read_small(path, limit=len(expected)) != expected:
+                    problems.append(
+                        CheckpointCorrupt(
+                            f"{path} was added later and is not what Checkpoint.write_dcp_metadata makes: stock "
+                            "readers may read something else; remove it and write it anew",
+                            path=path,
+                        )
+                    )
+            except (CheckpointCorrupt, StorageError) as error:
+                problems.append(error)
         try:
             problems.extend(
                 CheckpointCorrupt(
@@ -199,7 +235,12 @@ class HoldfastSource:
     def _unknown_entries(self) -> list[str]:
         known = {MANIFEST_NAME, *self.files, *(line.name for line in self.manifest.reports)}
         known.update(file.name for file in self.manifest.files)
-        return sorted(set(os.listdir(self.directory)) - known)
+        # Derived from what was committed, and never read by us; the longer names are of one being written.
+        return sorted(
+            name
+            for name in set(os.listdir(self.directory)) - known
+            if name != METADATA_NAME and not name.startswith(f"{METADATA_NAME}.")
+        )
 
     def _check_committed(self, *, digests: bool) -> list[HoldfastError]:
         problems: list[HoldfastError] = []
@@ -237,8 +278,26 @@ class HoldfastSource:
 
 def open_holdfast(directory: str) -> HoldfastSource:
     """The Holdfast checkpoint in ``directory``. Raises `CheckpointNotFound` where there is no manifest."""
+    manifest = _read_manifest(directory)
+    return HoldfastSource(directory, step=manifest.step, world=manifest.world, manifest=manifest)
+
+
+def open_published(directory: str, *, attempt: str, step: int | None, world: int) -> HoldfastSource:
+    """What ``attempt`` has just published in ``directory``; the manifest is read when it is first asked for.
+
+    A manifest has a line a rank, and every rank opens what it has saved: this reads the first few hundred bytes only.
+    Raises `CheckpointNotFound`, `StorageError`; `CheckpointCorrupt` if what is there isn't of ``attempt``.
+    """
     path = os.path.join(directory, MANIFEST_NAME)
-    return HoldfastSource(directory, decode_manifest(read_small(path, limit=MAX_MANIFEST_BYTES), path=path))
+    found = attempt_in(read_small(path, limit=MANIFEST_HEAD_BYTES))
+    if found != attempt:
+        raise CheckpointCorrupt(f"{path} is of attempt {found}, expected {attempt}", path=path)
+    return HoldfastSource(directory, step=step, world=world)
+
+
+def _read_manifest(directory: str) -> Manifest:
+    path = os.path.join(directory, MANIFEST_NAME)
+    return decode_manifest(read_small(path, limit=MAX_MANIFEST_BYTES), path=path)
 
 
 def read_small(path: str, *, limit: int, committed: bool = False) -> bytes:

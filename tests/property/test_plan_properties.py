@@ -22,7 +22,10 @@ from holdfast.boxes import (
     subtract,
     whole,
 )
+from holdfast.format.dcp import StoredPlan, StoredRank, render_metadata
+from holdfast.format.manifest import ReportFile
 from holdfast.format.torch_record import measure
+from holdfast.plan.index import index_of
 from holdfast.plan.placement import local_boxes, local_shape
 from holdfast.plan.read import (
     StoredShard,
@@ -224,6 +227,17 @@ def test_what_is_written_is_the_whole_state_once(cases: list[tuple[tuple[int, ..
                 rebuilt[item.name][cut(box)] = source[cut(Box(item.local_offsets, item.sizes))]
             seen.add(item.name)
     assert seen == set(values)
+    reports = StoredPlan(
+        tuple(
+            StoredRank(
+                tuple(ReportFile(file.name, file.size, b"") for file in rank.files),
+                index_of(rank).tensors,
+                index_of(rank).objects,
+            )
+            for rank in plan.ranks
+        )
+    )
+    assert render_metadata(reports) == render_metadata(plan)
     assert all(np.array_equal(rebuilt[name], array) for name, array in values.items())
 
 

@@ -11,6 +11,7 @@ from holdfast.errors import CheckpointCorrupt, ConfigError
 from holdfast.format.manifest import (
     EXTENT_BYTES,
     FORMAT,
+    MANIFEST_HEAD_BYTES,
     AttemptPlan,
     IndexObject,
     IndexTensor,
@@ -20,6 +21,7 @@ from holdfast.format.manifest import (
     RankIndex,
     Report,
     ReportFile,
+    attempt_in,
     decode_attempt_plan,
     decode_index,
     decode_manifest,
@@ -126,6 +128,14 @@ def test_a_manifest_comes_back(changes):
     data = encode_manifest(expected)
     assert decode(data) == expected
     assert encode_manifest(decode(data)) == data
+
+
+@pytest.mark.parametrize("name", ["step-1", 'a"\\b", "attempt": "no', "\u2028" * 255, "é\udc80"])
+def test_the_start_of_a_manifest_tells_its_attempt(name):
+    data = encode_manifest(manifest(name=name, attempt="0123456789ab"))
+    assert attempt_in(data[:MANIFEST_HEAD_BYTES]) == "0123456789ab"
+    assert attempt_in(data[:30]) is None
+    assert attempt_in(b"[" + data) is None
 
 
 def test_nan_comes_back():

@@ -18,6 +18,7 @@ Does not: check that files are as long as claimed (reading does), or keep what a
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from holdfast.errors import CheckpointCorrupt
@@ -26,6 +27,7 @@ from holdfast.format.pickle_reader import Refused
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
+    from holdfast.format.manifest import IndexObject, IndexTensor, ReportFile
     from holdfast.plan.write import PlacedObject, PlacedTensor, SavePlan
 
 STOCK_VERSION: Final = "1.0.0"
@@ -37,14 +39,32 @@ _TORCH_METADATA: Final = "torch.distributed.checkpoint.metadata"
 # writing -------------------------------------------------------------------------------------------------------
 
 
-def render_metadata(plan: SavePlan) -> bytes:
+@dataclass(frozen=True, slots=True)
+class StoredRank:
+    """What one rank has written, by its report."""
+
+    files: tuple[ReportFile, ...]
+    tensors: tuple[IndexTensor, ...]
+    objects: tuple[IndexObject, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPlan:
+    """The reports of a published checkpoint, in rank order: they hold all that its save plan did."""
+
+    ranks: tuple[StoredRank, ...]
+
+
+def render_metadata(plan: SavePlan | StoredPlan) -> bytes:
     """The ``.metadata`` of a checkpoint with the files of ``plan``, as a pickle of protocol 2.
+
+    The same bytes from the plan of a save as from its reports.
 
     A shard without elements is left out unless its tensor has none at all: no reader asks for it, and its offset may
     be that of a shard that has some. About 1 s for 100,000 tensors. Pure; thread-safe.
     """
-    shards: dict[str, list[tuple[str, PlacedTensor]]] = {}
-    objects: dict[str, tuple[str, PlacedObject]] = {}
+    shards: dict[str, list[tuple[str, PlacedTensor | IndexTensor]]] = {}
+    objects: dict[str, tuple[str, PlacedObject | IndexObject]] = {}
     for rank in plan.ranks:
         for tensor in rank.tensors:
             shards.setdefault(tensor.name, []).append((rank.files[tensor.file].name, tensor))
@@ -85,7 +105,7 @@ def render_metadata(plan: SavePlan) -> bytes:
     return out.finish()
 
 
-def _tensor_metadata(out: _Pickle, name: str, shards: list[tuple[str, PlacedTensor]]) -> None:
+def _tensor_metadata(out: _Pickle, name: str, shards: list[tuple[str, PlacedTensor | IndexTensor]]) -> None:
     out.text(name)
     out.raw(_TENSOR)
     out.properties(shards[0][1].dtype)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
@@ -41,11 +42,14 @@ FORMAT: Final = 1
 EXTENT_BYTES = 1 << 20
 SUM_BYTES: Final = 8
 MANIFEST_NAME = "holdfast.json"
+MANIFEST_HEAD_BYTES: Final = 4096
+"""Within these `attempt_in` finds the attempt, whatever the checkpoint is called."""
 PLAN_NAME = ".plan"
 METADATA_NAME = ".metadata"
 
 _REPORT_MAGIC: Final = b"HFrport"
 _PLAN_MAGIC: Final = b"HFplan\0"
+_HEAD: Final = re.compile(rb'\{\n  "format": \d+,\n  "name": "(?:[^"\\]|\\.)*",\n  "attempt": "([^"\\]+)",\n')
 _NON_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _T = TypeVar("_T")
 
@@ -210,20 +214,34 @@ def decode_manifest(data: bytes, *, path: str) -> Manifest:
     return manifest
 
 
+def attempt_in(head: bytes) -> str | None:
+    """The attempt that the manifest is of that starts with ``head``; None if that isn't the start of a manifest.
+
+    Nothing is checked: a whole manifest shows by `decode_manifest` whether it is right.
+    """
+    found = _HEAD.match(head)
+    return None if found is None else found[1].decode()
+
+
 def _check_manifest(manifest: Manifest, check: Check) -> None:
     check.plain_name(manifest.name)
     check.plain_name(manifest.attempt)
     check.that(manifest.world >= 1, f"its world has {manifest.world} ranks")
     for rank, report in enumerate(manifest.reports):
-        check.equal(f"the rank of report {rank}", report.rank, rank)
-        check.equal(f"the name of report {rank}", report.name, report_name(rank))
-        check.that(report.size >= 0 and report.nbytes >= 0, f"report {report.name} has a negative size")
+        if report.rank != rank or report.name != report_name(rank) or min(report.size, report.nbytes) < 0:
+            _refuse_line(rank, report, check)
         check.digest(report.digest)
     for file in manifest.files:
         check.plain_name(file.name)
         check.that(file.size >= 0, f"file {file.name} has a negative size")
         check.digest(file.digest)
     check.unique([report.name for report in manifest.reports] + [file.name for file in manifest.files])
+
+
+def _refuse_line(rank: int, report: ManifestReport, check: Check) -> None:
+    check.equal(f"the rank of report {rank}", report.rank, rank)
+    check.equal(f"the name of report {rank}", report.name, report_name(rank))
+    check.that(report.size >= 0 and report.nbytes >= 0, f"report {report.name} has a negative size")
 
 
 def _metric(name: str, value: float) -> float | str:
@@ -242,7 +260,11 @@ def _json(value: Any) -> str:
 
 
 def _json_lines(structs: Iterable[msgspec.Struct]) -> str:
-    lines = [json.dumps(msgspec.structs.asdict(struct)) for struct in structs]
+    encoder = msgspec.json.Encoder()
+    lines = [
+        line.decode() if (line := encoder.encode(struct)).isascii() else json.dumps(msgspec.structs.asdict(struct))
+        for struct in structs
+    ]
     return "[\n    " + ",\n    ".join(lines) + "\n  ]" if lines else "[]"
 
 

@@ -11,6 +11,7 @@ is still checked for sense by the caller.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 DIGEST_BYTES = 16
 _MEMBER = b'\n  "digest": "'
+_DIGEST = re.compile("[0-9a-f]{32}")
 _CLOSE = b'"\n}\n'
 
 
@@ -129,7 +131,7 @@ class Check:
         self.that(plain, f"{name!r:.300} isn't a plain file name")
 
     def digest(self, digest: str) -> None:
-        self.that(len(digest) == 32 and set(digest) <= set("0123456789abcdef"), f"{digest!r:.80} isn't a digest")
+        self.that(_DIGEST.fullmatch(digest) is not None, f"{digest!r:.80} isn't a digest")
 
     def unique(self, names: Iterable[str]) -> None:
         seen: set[str] = set()
