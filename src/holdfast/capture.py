@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from holdfast.snapshot import Snapshot
     from holdfast.staging.layout import CaptureBuffer
     from holdfast.staging.stager import Staging
+    from holdfast.world_plan import WorldPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +47,12 @@ class SaveRequest:
 class DeliveryPlan:
     """A save plan as one rank carries it out: made once, used until the structure changes.
 
-    digest: of this rank's structure. metadata: the rendered ``.metadata``, and planned: each rank's data files with
-    their sizes; both empty except on the coordinator, which alone needs them.
+    digest: of this rank's structure. world: what the coordinator knows of all ranks' plans; None elsewhere.
     """
 
     digest: str
     rank_plan: RankPlan
-    metadata: bytes
-    planned: tuple[tuple[tuple[str, int], ...], ...]
+    world: WorldPlan | None
 
 
 @dataclass(slots=True, eq=False)

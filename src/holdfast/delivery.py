@@ -41,9 +41,10 @@ from holdfast.format.sealed import xxh3_128
 from holdfast.outcome import Aborted, AbortReason
 from holdfast.plan.index import index_of
 from holdfast.root import attempt_id, refuse_occupied
-from holdfast.source import open_holdfast
+from holdfast.source import open_published
 from holdfast.staging.stager import VERIFY_GRACE_S
 from holdfast.storage.lease import lease_name
+from holdfast.world_plan import Whole
 
 if TYPE_CHECKING:
     from holdfast.capture import Capture, DeliveryPlan, SaveRequest
@@ -104,7 +105,8 @@ class Delivery:
             raise outcome.reason.error(step=capture.request.step)
         path = self._storage.path(attempt.name)
         try:
-            return Checkpoint(open_holdfast(path))
+            source = open_published(path, attempt=attempt.id, step=capture.request.step, world=self._group.world)
+            return Checkpoint(source)
         except HoldfastError as error:
             raise OutcomeUnknown(
                 f"attempt {attempt.id} was published, but rank {self._group.rank} can't open {path}: {error}",
@@ -135,9 +137,16 @@ class Delivery:
             refuse_occupied(self._storage, request.name, step=request.step)
 
     def _begin(self, capture: Capture) -> Attempt:
-        plan, prewritten = None, None
+        plan, prewritten, refusal = None, None, None
         if self._group.rank == 0:
-            plan, prewritten = self._attempt_plan(capture)
+            try:
+                whole = self._whole_plan(capture)
+            except Exception as error:  # noqa: BLE001 - told to the other ranks, who wait for this one
+                whole = AbortReason.of(error, rank=0, unreported=True)
+            if isinstance(whole, AbortReason):
+                refusal = whole
+            else:
+                plan, prewritten = self._attempt_plan(capture, whole)
         return Attempt.begin(
             storage=self._storage,
             board=self._board,
@@ -146,15 +155,22 @@ class Delivery:
             deadlines=self._deadlines,
             plan=plan,
             prewritten=prewritten,
+            refusal=refusal,
             step=capture.request.step,
             host=socket.gethostname(),
             remove=self.remove,
         )
 
-    def _attempt_plan(self, capture: Capture) -> tuple[AttemptPlan, dict[str, bytes]]:
-        request, delivery = capture.request, capture.plan
-        planned = delivery.planned if delivery is not None else tuple(() for _ in range(self._group.world))
-        metadata = delivery.metadata if delivery is not None else b""
+    def _whole_plan(self, capture: Capture) -> Whole | AbortReason:
+        """What all ranks will write; of the first save of a plan all must have told. Empty where there is no plan."""
+        delivery = capture.plan
+        if delivery is None or delivery.world is None:
+            return Whole(((),) * self._group.world, None)
+        # Less than the others wait for this rank to begin: they are to hear its reason.
+        return delivery.world.complete(self._board, timeout_s=0.8 * self._deadlines.begin_s)
+
+    def _attempt_plan(self, capture: Capture, whole: Whole) -> tuple[AttemptPlan, dict[str, bytes]]:
+        request, metadata = capture.request, whole.metadata
         attempt = attempt_id()
         manifest = Manifest(
             format=FORMAT,
@@ -167,7 +183,7 @@ class Delivery:
             resumable=request.resumable,
             versions={"holdfast": __version__, "torch": str(torch.__version__), "numpy": np.__version__},
             reports=(),
-            files=(ManifestFile(METADATA_NAME, len(metadata), xxh3_128(metadata)),),
+            files=() if metadata is None else (ManifestFile(METADATA_NAME, len(metadata), xxh3_128(metadata)),),
             extra=request.extra,
         )
         plan = AttemptPlan(
@@ -175,11 +191,11 @@ class Delivery:
             name=request.name,
             step=request.step,
             world=self._group.world,
-            planned=planned,
+            planned=whole.planned,
             manifest=manifest,
             overwrite=request.overwrite,
         )
-        return plan, {METADATA_NAME: metadata}
+        return plan, {} if metadata is None else {METADATA_NAME: metadata}
 
     def _persist(self, capture: Capture, attempt: Attempt) -> ManifestReport:
         """From staged to reported: returns this rank's line of the manifest, its report being durable."""

@@ -21,11 +21,11 @@ from holdfast import events
 from holdfast.agreement import Agreement, Ballot
 from holdfast.capture import Capture, CapturePool, DeliveryPlan, SaveRequest
 from holdfast.errors import EngineDied, HoldfastError, SaveFailed
-from holdfast.format.dcp import render_metadata
 from holdfast.format.objects import render_object
 from holdfast.outcome import AbortReason
-from holdfast.plan.write import RankPlan, plan_rank, plan_save
+from holdfast.plan.write import RankPlan, plan_rank
 from holdfast.staging.layout import CaptureBuffer
+from holdfast.world_plan import WorldPlan, tell_planned
 
 if TYPE_CHECKING:
     from holdfast.agreement import Verdict
@@ -91,12 +91,15 @@ class Stager:
         snapshot = warm_up.snapshot
         digest, encoded = ("", b"") if snapshot is None else (snapshot.digest, snapshot.encoded)
         try:
-            self._agreement.cast(Ballot(None, "warm-up", digest, replan=True, refusal=warm_up.refusal), encoded)
+            ballot = Ballot(None, "warm-up", digest, replan=True, refusal=warm_up.refusal)
+            number = self._agreement.cast(ballot, encoded)
             verdict = self._agreement.wait_verdict(timeout_s=_left_s(deadline))
             if verdict.kind == "replan" and snapshot is not None:
-                plan = self._new_plan(verdict, _left_s(deadline))
+                plan = self._replan(number, verdict, encoded, _left_s(deadline))
                 self.pool.use_plan(plan.rank_plan)
                 self.pool.add_idle(self._make_buffer(plan.rank_plan, pin=snapshot.from_device))
+                if plan.world is not None:
+                    plan.world.complete(self._agreement.board, timeout_s=_left_s(deadline))
                 self.plan = plan
         except Exception as error:  # noqa: BLE001 - the first save meets it again, and tells
             _log.warning("preparing the first save failed, it will be slower or fail too: %s", error)
@@ -131,7 +134,7 @@ class Stager:
         except HoldfastError as error:
             refusal = AbortReason.of(error, rank=self._group.rank)
         ballot = Ballot(request.step, capture.handle.path, snapshot.digest, replan=plan is None, refusal=refusal)
-        capture.number = self._agreement.cast(ballot, snapshot.encoded)
+        number = capture.number = self._agreement.cast(ballot, snapshot.encoded)
         failed: BaseException | None = None
         if plan is not None and plan.digest == snapshot.digest and refusal is None:
             try:
@@ -148,12 +151,14 @@ class Stager:
             return False
         if verdict.kind == "replan":
             self.plan = None  # until there is a new one: if planning fails, the next ballot asks for it again
+            if failed is None:
+                plan = self._replan(number, verdict, snapshot.encoded, _left_s(deadline))
+                self._copy(capture, plan)
+                self.plan = plan
+            else:
+                tell_planned(self._agreement.board, number, failed)
         if failed is not None:
             raise failed
-        if verdict.kind == "replan":
-            plan = self._new_plan(verdict, _left_s(deadline))
-            self._copy(capture, plan)
-            self.plan = plan
         capture.agreed.set()
         capture.staging.run(timeout_s=_left_s(deadline))
         events.emit("save.staged", step=request.step, rank=self._group.rank, path=capture.handle.path)
@@ -162,15 +167,24 @@ class Stager:
         capture.staged.set()
         return True
 
-    def _new_plan(self, verdict: Verdict, timeout_s: float) -> DeliveryPlan:
-        structures = self._agreement.wait_structures(verdict, timeout_s=timeout_s)
+    def _replan(self, number: int, verdict: Verdict, encoded: bytes, timeout_s: float) -> DeliveryPlan:
+        """A new plan; whatever comes of it, the coordinator is told: it waits for every rank."""
+        board = self._agreement.board
+        try:
+            plan = self._new_plan(number, verdict, encoded, timeout_s)
+        except BaseException as error:
+            tell_planned(board, number, error)
+            raise
+        tell_planned(board, number, plan.rank_plan)
+        return plan
+
+    def _new_plan(self, number: int, verdict: Verdict, encoded: bytes, timeout_s: float) -> DeliveryPlan:
+        """This rank's own part of the plan agreed with save ``number``."""
+        structures = self._agreement.wait_structures(verdict, own=encoded, timeout_s=timeout_s)
         rank, digests = self._group.rank, verdict.rank_digests()
         events.count("plans_made")
-        if rank != 0:
-            return DeliveryPlan(digests[rank], plan_rank(structures, digests, rank), b"", ())
-        save_plan = plan_save(structures, digests)
-        planned = tuple(tuple((file.name, file.size) for file in of_rank.files) for of_rank in save_plan.ranks)
-        return DeliveryPlan(digests[rank], save_plan.ranks[rank], render_metadata(save_plan), planned)
+        world = WorldPlan(number, structures, digests) if rank == 0 else None
+        return DeliveryPlan(digests[rank], plan_rank(structures, digests, rank), world)
 
     def _copy(self, capture: Capture, plan: DeliveryPlan) -> None:
         """Fill a buffer of ``plan``; the capture's buffer of another plan, if it has one, is given up.
