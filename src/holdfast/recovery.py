@@ -35,7 +35,6 @@ from holdfast.format.manifest import (
     AttemptPlan,
     Manifest,
     ManifestReport,
-    Report,
     ReportFile,
     decode_attempt_plan,
     decode_report,
@@ -324,7 +323,7 @@ class _Recovery:
     def _check_reports(self, directory: str, manifest: Manifest, plan: AttemptPlan | None) -> list[ManifestReport]:
         """Every rank's line for the manifest, with all its files read and right."""
         lines: list[ManifestReport] = []
-        found: list[Report] = []
+        found: list[tuple[ReportFile, ...]] = []  # without their indices: gigabytes of them at thousands of ranks
         for rank in range(manifest.world):
             name = report_name(rank)
             data = self._read(f"{directory}/{name}", MAX_REPORT_BYTES)
@@ -337,16 +336,16 @@ class _Recovery:
             held = {file.name: file.size for file in report.files}
             if plan is not None and rank < len(plan.planned) and held != dict(plan.planned[rank]):
                 raise _Unfinished(f"{name} doesn't cover the files planned for rank {rank}")
-            found.append(report)
+            found.append(report.files)
             nbytes = sum(file.size for file in report.files)
             lines.append(ManifestReport(rank, name, len(data), xxhash.xxh3_128_hexdigest(data), nbytes))
         # Sizes of all before bytes of any: a missing file is found without reading the others.
-        for report in found:
-            for file in report.files:
+        for of_rank in found:
+            for file in of_rank:
                 size = self.storage.size(f"{directory}/{file.name}")
                 if size != file.size:
                     raise _Unfinished(f"{file.name} has {size} bytes, expected {file.size}")
-        files = [file for report in found for file in report.files]
+        files = [file for of_rank in found for file in of_rank]
         pool = ThreadPoolExecutor(VERIFY_THREADS, thread_name_prefix="holdfast-recovery")
         try:
             findings = pool.map(functools.partial(find_bad_extent, self.storage, directory), files)
