@@ -133,7 +133,7 @@ class Keeper:
     def is_resumable(self, name: str) -> bool:
         """Whether ``name`` holds a whole state; a manifest that can't be read counts: loading it will tell."""
         try:
-            manifest = self._read(name)
+            manifest = read_manifest(self._storage, name)
         except HoldfastError:
             return True
         return manifest is None or manifest.resumable
@@ -274,7 +274,6 @@ class Keeper:
         """Invisible at once, by a rename; then removed at leisure."""
         trash = hidden_name(name, attempt_id(), "trash")
         self._storage.rename(name, trash)
-        self._known.pop(name, None)
         self._storage.sync_dir("")
         events.emit("checkpoint.deleted", step=step, rank=0, path=f"{self._storage.root}/{name}")
         remove(trash)
