@@ -131,9 +131,12 @@ class Staging:
     def help_copy(self, timeout_s: float | None = None) -> None:
         """Make copies until none is left to begin, or ``timeout_s`` has passed. Any thread.
 
-        Those begun by other threads may still run.
+        Waits until there are any to make, for a thread that arrives early has nothing better to do. Those begun by
+        other threads may still run when this returns.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._condition:
+            self._condition.wait_for(lambda: self.is_loaded or self._abandoned, timeout_s)
         while (deadline is None or time.monotonic() < deadline) and self._copy_next():
             pass
 

@@ -18,7 +18,7 @@ Does not: prove anything. A write that bumps no counter is found only where a wo
 from __future__ import annotations
 
 import ctypes
-from operator import attrgetter
+from operator import add, attrgetter
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -39,6 +39,8 @@ _version = attrgetter("_version")
 _nbytes = attrgetter("nbytes")
 _address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 _is_contiguous: Callable[[torch.Tensor], bool] = torch.Tensor.is_contiguous
+_word_at: Callable[[int], ctypes.c_uint64] = ctypes.c_uint64.from_address
+_value = attrgetter("value")
 
 
 class WatchList:
@@ -51,7 +53,7 @@ class WatchList:
         self._counted = [index for index, tensor in enumerate(self.tensors) if not tensor.is_inference()]
         self._all_counted = len(self._counted) == len(self.tensors)
         self._dtensors = [index for index, tensor in enumerate(self.tensors) if compat.is_dtensor(tensor)]
-        self._spots: list[tuple[int, int]] = []
+        self._spots = Spots((), ())
         self._spotted: list[int] = []
         self._choose_spots(self._locals())
 
@@ -63,8 +65,7 @@ class WatchList:
             self._refuse_freed(held, addresses)
         if not all(map(_is_contiguous, map(held.__getitem__, self._spotted))):
             self._choose_spots(held)
-        words = [_word(addresses[index] + offset) for index, offset in self._spots]
-        return Marks(self, self.versions(held), addresses, self._spots, words)
+        return Marks(self, self.versions(held), addresses, self._spots, self._spots.words(addresses))
 
     def versions(self, held: Sequence[torch.Tensor] | None = None) -> list[int]:
         """The counters of all tensors, then of the local parts of DTensors."""
@@ -101,7 +102,22 @@ class WatchList:
         large_enough = [index for index, nbytes in enumerate(map(_nbytes, held)) if nbytes >= WORD_BYTES]
         stride = -(-len(large_enough) // SPOTS_MAX) or 1
         self._spotted = [index for index in large_enough[::stride] if _can_read(held[index])]
-        self._spots = [(index, offset) for index in self._spotted for offset in _offsets(held[index].nbytes)]
+        places = [(index, offset) for index in self._spotted for offset in _offsets(held[index].nbytes)]
+        self._spots = Spots([index for index, _ in places], [offset for _, offset in places])
+
+
+class Spots:
+    """Places to read a word of: ``offsets`` in bytes into the tensors ``indexes``, one by one."""
+
+    __slots__ = ("indexes", "offsets")
+
+    def __init__(self, indexes: Sequence[int], offsets: Sequence[int]) -> None:
+        self.indexes, self.offsets = indexes, offsets
+
+    def words(self, addresses: Sequence[int]) -> list[int]:
+        """What is there now; ``addresses`` are those of all tensors. No step of it runs in the interpreter."""
+        places = map(add, map(addresses.__getitem__, self.indexes), self.offsets)
+        return list(map(_value, map(_word_at, places)))
 
 
 class Marks:
@@ -114,7 +130,7 @@ class Marks:
         watch_list: WatchList,
         versions: list[int],
         addresses: list[int],
-        spots: list[tuple[int, int]],
+        spots: Spots,
         words: list[int],
     ) -> None:
         self._list = watch_list
@@ -142,9 +158,10 @@ class Marks:
         ``copies`` gives the address of the complete, contiguous copy for each tensor that has one of equal dtype.
         """
         names = self._list.names
-        for (index, offset), word in zip(self._spots, self._words, strict=True):
+        spots = self._spots
+        for index, offset, word in zip(spots.indexes, spots.offsets, self._words, strict=True):
             address = copies.get(names[index])
-            if address is not None and _word(address + offset) != word:
+            if address is not None and _word_at(address + offset).value != word:
                 return names[index]
         return None
 
@@ -167,7 +184,3 @@ def _offsets(nbytes: int) -> list[int]:
         if room > 0:
             spots.append(start + (((start + nbytes) * 0x9E3779B97F4A7C15 >> 13) % room & ~(WORD_BYTES - 1)))
     return spots
-
-
-def _word(address: int) -> int:
-    return ctypes.c_uint64.from_address(address).value
