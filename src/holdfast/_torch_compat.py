@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import sys
 from operator import attrgetter
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 CHECKPOINT_WRAPPED: Final = "_checkpoint_wrapped_module"
 """The attribute under which an activation-checkpoint wrapper keeps its module."""
@@ -191,6 +194,27 @@ def memory_format_encoding_type() -> Any:
     from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
     return _MEM_FORMAT_ENCODING
+
+
+# looking at many tensors ---------------------------------------------------------------------------------------
+
+
+def same_kind_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+    """A function of these tensors that is true as long as shape, strides, dtype and device of each stand.
+
+    It may be false where they do (for another `requires_grad`, or in another autograd mode), so false means "look
+    closer". None where this torch has nothing of the kind: what ``torch.compile`` guards its graphs with takes a tenth
+    of what reading the same attributes takes.
+    """
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    make = getattr(guards, "TensorGuards", None)
+    if make is None or not tensors:
+        return None
+    try:
+        check: Callable[..., bool] = make(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        return check if check(*tensors) is True else None
+    except Exception:  # noqa: BLE001 - whatever another torch makes of it, there is another way
+        return None
 
 
 # copying -------------------------------------------------------------------------------------------------------

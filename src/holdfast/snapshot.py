@@ -10,7 +10,7 @@ are copied and objects pickled; names, shapes and the structure's digest are tho
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
     import torch
 
+    from holdfast.state.entries import ObjectEntry
     from holdfast.state.tree import StateTree
+
+_PLAIN: Final = frozenset({bool, int, float, str, type(None)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,8 @@ class SnapshotTaker:
     def __init__(self) -> None:
         self._known: _Known | None = None
         self._capacities: dict[str, int] = {}
+        self._plain: dict[str, tuple[str, ObjectPayload]] = {}
+        """Plain values, most of which never change, as they were last: by name, with what they look like."""
 
     def take(self, tree: StateTree, dtype: str | None) -> Snapshot:
         """The state as it is now. dtype: what floats of modules are to be stored as. Raises `ConfigError`."""
@@ -81,7 +86,7 @@ class SnapshotTaker:
         dumped: dict[int, ObjectPayload] = {}  # options of a group under each of its parameters are one object
         for entry in collected.objects:
             if id(entry.value) not in dumped:
-                dumped[id(entry.value)] = dump_object(entry.value, name=entry.name)
+                dumped[id(entry.value)] = self._dump(entry)
         objects = {entry.name: dumped[id(entry.value)] for entry in collected.objects}
         capacities = {
             name: object_capacity(payload, self._capacities.get(name, 0)) for name, payload in objects.items()
@@ -124,6 +129,24 @@ class SnapshotTaker:
             update_ids=known.update_ids,
             devices=known.devices,
         )
+
+    def _dump(self, entry: ObjectEntry) -> ObjectPayload:
+        if not _is_plain(entry.value):
+            return dump_object(entry.value, name=entry.name)
+        looks = repr(entry.value)
+        known = self._plain.get(entry.name)
+        if known is not None and known[0] == looks:
+            return known[1]
+        payload = dump_object(entry.value, name=entry.name)
+        self._plain[entry.name] = (looks, payload)
+        return payload
+
+
+def _is_plain(value: object) -> bool:
+    """Whether two values of this kind are the same if they look the same."""
+    if type(value) is tuple:
+        return all(type(item) in _PLAIN for item in value)
+    return type(value) in _PLAIN
 
 
 def _with_dtype(structure: Structure, dtype: str, names: frozenset[str]) -> Structure:

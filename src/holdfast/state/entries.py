@@ -127,10 +127,10 @@ class TensorGuard:
 
     That is what ``.data = ...`` does, and with it ``module.to(...)``. Comparing shapes is what costs: above 4,096
     tensors their size in bytes stands in for it. A transpose is then left to the stager, which refuses a tensor that
-    isn't as planned.
+    isn't as planned. Where torch can compare many tensors at once, that is asked first.
     """
 
-    __slots__ = ("_dtensors", "_extents", "_look", "_specs", "_tensors")
+    __slots__ = ("_check", "_dtensors", "_extents", "_look", "_specs", "_tensors")
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = list(tensors)
@@ -139,11 +139,19 @@ class TensorGuard:
         self._extents: list[Any] = list(map(self._look, self._tensors))
         self._dtensors = [tensor for tensor in self._tensors if compat.is_dtensor(tensor)]
         self._specs = list(map(compat.dtensor_spec, self._dtensors))
+        # Above that many the time goes into fetching them from memory, whoever looks.
+        self._check = compat.same_kind_check(self._tensors) if few else None
 
     def stands(self) -> bool:
-        return all(map(eq, map(self._look, self._tensors), self._extents)) and all(
-            map(is_, map(compat.dtensor_spec, self._dtensors), self._specs)
-        )
+        return self._kinds_stand() and all(map(is_, map(compat.dtensor_spec, self._dtensors), self._specs))
+
+    def _kinds_stand(self) -> bool:
+        if self._check is not None and self._check(*self._tensors):
+            return True
+        stands = all(map(eq, map(self._look, self._tensors), self._extents))
+        if stands and self._check is not None:
+            self._check = compat.same_kind_check(self._tensors)
+        return stands
 
 
 def same_objects(left: Sequence[object], right: Sequence[object]) -> bool:
