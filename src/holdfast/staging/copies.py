@@ -1,16 +1,18 @@
 """The copies that fill an image: which box of which live tensor goes where, cut into batches once.
 
 Guarantees: what arrives is bit for bit what the source holds (or converted, where the plan asks for another dtype),
-for every dtype, conjugate and negated views included. Copying takes no GIL, and no team of threads: one beside the team
-that training computes with makes both wait at each other's barriers. Sources are looked up at copy time, since their
-storage may move between saves.
+for every dtype, conjugate and negated views included. A batch gives the GIL up once, however many tensors it has: to
+get it back from a trainer that computes in Python takes up to 5 ms each time. It takes no team of threads: one beside
+the team that training computes with makes both wait at each other's barriers, so large blocks go in pieces that torch
+leaves to the calling thread. Sources are looked up at copy time, since their storage may move between saves, and their
+memory is held while it is read.
 Does not: decide when to copy, or on which stream (``staging.stager``).
 """
 
 from __future__ import annotations
 
-import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import gcd
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -23,8 +25,10 @@ if TYPE_CHECKING:
 
 BATCH_BYTES: Final = 32 << 20
 BATCH_TENSORS: Final = 1024
-MEMMOVE_BYTES_MIN: Final = 32 << 10
-"""From here on a block goes by memmove; below it torch copies on the calling thread anyway."""
+SERIAL_ELEMENTS: Final = (32 << 10) - 64
+"""As many as torch copies without a team of threads, which it would call for 32,768."""
+SMALL_BYTES: Final = 32 << 10
+"""A block of fewer bytes has fewer elements than that, whatever its dtype."""
 
 
 @dataclass(slots=True)
@@ -40,6 +44,8 @@ class CopyItem:
     box: tuple[tuple[int, ...], tuple[int, ...]] | None
     target: torch.Tensor
     rows: tuple[int, int] | None = None
+    cut: tuple[int, Sequence[torch.Tensor]] = field(default=(0, ()), repr=False)
+    """`target` as integers of some width, in pieces; made when first needed."""
 
     def source(self) -> torch.Tensor:
         """The live source as a plain tensor of ``target``'s shape."""
@@ -78,6 +84,12 @@ class CopyBatch:
 
         Raises `StateMismatch` where a source isn't as planned.
         """
+        with torch.no_grad():
+            targets, sources = self._pairs()
+            if targets:
+                compat.foreach_copy_(targets, sources, non_blocking=non_blocking)
+
+    def _pairs(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         targets, sources = list(self._small_targets), list(self._small_sources)
         for item in self._items:
             source, target = item.source(), item.target
@@ -90,16 +102,22 @@ class CopyBatch:
                     f"{tuple(target.shape)}; it was changed while it was saved, or its DTensor contradicts itself",
                     mismatched=(item.name,),
                 )
-            if _move(target, source, item.name):
+            if (width := _word_bytes(target, source)) > 0:
+                if source.data_ptr() == 0:
+                    raise StateMismatch(
+                        f"{item.name}: its memory was given up while it was being saved", mismatched=(item.name,)
+                    )
+                if item.cut[0] != width:
+                    item.cut = (width, _pieces(target, width))
+                targets += item.cut[1]
+                sources += _pieces(source, width)
                 continue
             if source.dtype == target.dtype:
                 # Some dtypes have no copy kernel on some devices and versions; their bits are all that matters.
                 source, target = compat.bits(source), compat.bits(target)
             targets.append(target)
             sources.append(source)
-        if targets:
-            with torch.no_grad():
-                compat.foreach_copy_(targets, sources, non_blocking=non_blocking)
+        return targets, sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,22 +186,26 @@ def _is_small_and_plain(item: CopyItem) -> bool:
         item.box is None
         and item.rows is None
         and compat.is_plain(tensor)
-        and 0 < target.nbytes < MEMMOVE_BYTES_MIN
+        and 0 < target.nbytes < SMALL_BYTES
         and tensor.shape == target.shape
         and compat.has_copy_kernel(tensor.dtype)
         and compat.has_copy_kernel(target.dtype)
     )
 
 
-def _move(target: torch.Tensor, source: torch.Tensor, name: str) -> bool:
-    """Copy a large plain block of host memory with one memmove; False if this isn't one."""
+def _word_bytes(target: torch.Tensor, source: torch.Tensor) -> int:
+    """The width of the integers that a large plain block of host memory is copied as; 0 if this isn't one."""
     nbytes = target.nbytes
-    if nbytes < MEMMOVE_BYTES_MIN or source.dtype != target.dtype or source.device.type != "cpu":
-        return False
+    if nbytes < SMALL_BYTES or source.dtype != target.dtype or source.device.type != "cpu":
+        return 0
     if not (source.is_contiguous() and target.is_contiguous()) or source.is_conj() or source.is_neg():
-        return False
-    address = source.data_ptr()
-    if address == 0:
-        raise StateMismatch(f"{name}: its memory was given up while it was being saved", mismatched=(name,))
-    ctypes.memmove(target.data_ptr(), address, nbytes)  # releases the GIL
-    return True
+        return 0
+    itemsize = source.element_size()
+    return gcd(8, nbytes, source.storage_offset() * itemsize, target.storage_offset() * itemsize)
+
+
+def _pieces(block: torch.Tensor, width: int) -> Sequence[torch.Tensor]:
+    """A contiguous block as one-dimensional integers of ``width`` bytes, in pieces that torch copies serially."""
+    flat = block.view(-1).view(compat.SAME_SIZE_INT[width])
+    pieces: Sequence[torch.Tensor] = flat.split(SERIAL_ELEMENTS)
+    return pieces

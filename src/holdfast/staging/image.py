@@ -12,6 +12,7 @@ Does not know what the bytes mean: ``staging.layout`` does.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import ctypes
 import fcntl
@@ -32,6 +33,8 @@ _F_SEAL_SHRINK_AND_GROW: Final = 0x0002 | 0x0004
 _MADV_HUGEPAGE: Final = 14
 _MADV_POPULATE_WRITE: Final = 23
 _POPULATE_STEP_BYTES: Final = 64 << 20
+_WARM_UP_THREADS: Final = 4
+"""Faulting pages in is the kernel clearing them: more threads than that wait for each other."""
 
 
 def _anonymous_file(nbytes: int) -> int:
@@ -78,12 +81,22 @@ class Image:
         libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         address = self.bytes_view.data_ptr()
         libc.madvise(address, self.nbytes, _MADV_HUGEPAGE)  # advice only: a kernel without it says EINVAL
-        for start in range(0, self.nbytes, _POPULATE_STEP_BYTES):
+
+        def fault_in(start: int) -> None:
             length = min(_POPULATE_STEP_BYTES, self.nbytes - start)
             if libc.madvise(address + start, length, _MADV_POPULATE_WRITE) != 0:
                 # Kernels before 5.14: touching does the same. The image is still all zeros here, so writing
                 # zeros changes nothing.
                 self.bytes_view[start : start + length].zero_()
+
+        starts = range(0, self.nbytes, _POPULATE_STEP_BYTES)
+        threads = min(_WARM_UP_THREADS, os.cpu_count() or 1, len(starts))
+        if threads < 2:
+            for start in starts:
+                fault_in(start)
+            return
+        with concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="holdfast-warm-up") as pool:
+            list(pool.map(fault_in, starts))
 
     def pin(self) -> None:
         """Register the memory with CUDA so that device copies into it are asynchronous; once, idempotent."""
