@@ -27,7 +27,7 @@ from holdfast import _torch_compat as compat
 from holdfast.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 WORD_BYTES: Final = 8
 SPOT_EVERY_BYTES: Final = 32 << 20
@@ -127,9 +127,8 @@ class Spots:
         self.indexes, self.offsets = indexes, offsets
 
     def words(self, addresses: Sequence[int]) -> list[int]:
-        """What is there now; ``addresses`` are those of all tensors. No step of it runs in the interpreter."""
-        places = map(add, map(addresses.__getitem__, self.indexes), self.offsets)
-        return list(map(_value, map(_word_at, places)))
+        """What is there now; ``addresses`` are those of all tensors."""
+        return _words(map(addresses.__getitem__, self.indexes), self.offsets)
 
 
 class Marks:
@@ -169,13 +168,20 @@ class Marks:
 
         ``copies`` gives the address of the complete, contiguous copy for each tensor that has one of equal dtype.
         """
-        names = self._list.names
-        spots = self._spots
-        for index, offset, word in zip(spots.indexes, spots.offsets, self._words, strict=True):
-            address = copies.get(names[index])
-            if address is not None and _word_at(address + offset).value != word:
+        names, spots = self._list.names, self._spots
+        places = list(map(copies.get, map(names.__getitem__, spots.indexes)))
+        known = [place for place in places if place is not None]
+        if len(known) == len(places) and _words(known, spots.offsets) == self._words:
+            return None
+        for index, place, offset, word in zip(spots.indexes, places, spots.offsets, self._words, strict=True):
+            if place is not None and _word_at(place + offset).value != word:
                 return names[index]
         return None
+
+
+def _words(addresses: Iterable[int], offsets: Sequence[int]) -> list[int]:
+    """The words at these places. No step of it runs in the interpreter: there are thousands."""
+    return list(map(_value, map(_word_at, map(add, addresses, offsets))))
 
 
 def _can_read(tensor: torch.Tensor) -> bool:
