@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,9 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 import holdfast
+from holdfast import _torch_compat as compat
 from holdfast import stage
 from holdfast.errors import ConfigError, HoldfastError, StateChangedWhileStaging
-from holdfast.staging import stager
+from holdfast.staging import image, stager
 from holdfast.staging.copies import BATCH_BYTES, Copies, CopyBatch, CopyItem, split_rows
 from holdfast.staging.stager import Staging
 from holdfast.staging.tripwire import SPOTS_MAX, WatchList
@@ -742,3 +744,106 @@ def test_inference_tensors_are_watched_without_a_version() -> None:
         tensor.add_(1)
         assert marks.written() is None
         assert marks.differing({"x": tensor.data_ptr()}) == "x"
+
+
+LARGE = 300_007
+
+
+def _large_blocks() -> dict[str, torch.Tensor]:
+    """Blocks above every threshold, of every width of word that they can be copied in, and some that can't."""
+    whole = torch.randint(0, 256, (LARGE + 64,), dtype=torch.uint8)
+    with torch.inference_mode():
+        inferred = torch.randn(300, 301)
+    return {
+        "8 bytes": torch.randn(400, 400),
+        "4 bytes": torch.randn(281, 361),
+        "2 bytes": torch.randn(40_961).bfloat16(),
+        "1 byte": torch.randint(0, 256, (LARGE,), dtype=torch.uint8),
+        "an odd place of its storage": whole[3 : 3 + LARGE],
+        "an even place of its storage": whole[6 : 6 + LARGE - 1],
+        "bool": torch.rand(LARGE) > 0.5,
+        "float8": torch.randn(LARGE).to(torch.float8_e4m3fn),
+        "complex": torch.randn(200, 300, dtype=torch.complex64),
+        "conjugate": torch.randn(200, 300, dtype=torch.complex64).conj(),
+        "transposed": torch.randn(300, 301).t(),
+        "expanded": torch.randn(1, 1000).expand(300, 1000),
+        "a parameter": nn.Parameter(torch.randn(400, 401)),
+        "inference": inferred,
+    }
+
+
+@pytest.mark.parametrize("kind", _large_blocks())
+@pytest.mark.parametrize("max_bytes", [BATCH_BYTES, 100_000])
+def test_large_blocks_of_every_kind_arrive_bit_for_bit(kind: str, max_bytes: int) -> None:
+    source = _large_blocks()[kind]
+    target = torch.zeros(source.shape, dtype=source.dtype)
+    parts = split_rows(CopyItem("x", source, None, target), max_bytes)
+    batch = CopyBatch(parts)
+    for _ in range(2):
+        target.view(torch.uint8).zero_()
+        batch.copy()
+        assert torch.equal(compat.as_bytes(target), compat.as_bytes(compat.clone(source)))
+
+
+def test_a_large_block_is_looked_up_anew_for_every_copy() -> None:
+    source, target = torch.randn(400, 400), torch.zeros(400, 400)
+    batch = CopyBatch([CopyItem("x", source, None, target)])
+    batch.copy()
+    source.data = torch.randn(400, 401)[:, :400].contiguous()
+    batch.copy()
+    assert torch.equal(target, source)
+    source.data = source.data.t()
+    batch.copy()
+    assert torch.equal(target, source)
+
+
+def test_large_blocks_wake_no_team_of_threads() -> None:
+    """Each piece is shorter than what torch would share out."""
+    item = CopyItem("x", torch.randn(1000, 1000), None, torch.zeros(1000, 1000))
+    CopyBatch([item]).copy()
+    assert sum(piece.nbytes for piece in item.cut[1]) == item.target.nbytes
+    assert max(piece.numel() for piece in item.cut[1]) < 32_768
+
+
+def test_whoever_comes_before_there_are_copies_waits_to_make_them() -> None:
+    source, target = torch.randn(64), torch.zeros(64)
+    staging = Staging(WatchList({"x": source}))
+    helper = threading.Thread(target=staging.help_copy, args=(20.0,))
+    helper.start()
+    helper.join(0.05)
+    assert helper.is_alive()
+    staging.load(Copies.of([CopyItem("x", source, None, target)]), Copies.of([]))
+    helper.join(20)
+    assert not helper.is_alive()
+    assert torch.equal(source, target)
+
+
+def test_whoever_waits_to_make_copies_is_told_that_there_will_be_none() -> None:
+    staging = Staging(WatchList({"x": torch.ones(2)}))
+    helper = threading.Thread(target=staging.help_copy, args=(20.0,))
+    helper.start()
+    staging.abandon()
+    helper.join(20)
+    assert not helper.is_alive()
+
+
+def test_a_word_that_differs_is_found_among_copies_that_are_not_all_whole() -> None:
+    tensors = {name: torch.full((64,), float(number)) for number, name in enumerate("abc")}
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    marks = WatchList(tensors).mark()
+    everywhere = {name: copy.data_ptr() for name, copy in copies.items()}
+    assert marks.differing(everywhere) is None
+    copies["c"].fill_(9.0)
+    assert marks.differing(everywhere) == "c"
+    assert marks.differing({"b": everywhere["b"], "c": everywhere["c"]}) == "c"
+    assert marks.differing({"b": everywhere["b"]}) is None
+
+
+def test_pages_are_faulted_in_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image, "_POPULATE_STEP_BYTES", 1 << 20)
+    made = image.Image((5 << 20) + 4096)
+    made.warm_up()
+    with open(f"/proc/self/fd/{made.fd}", "rb") as file:
+        assert os.fstat(file.fileno()).st_blocks * 512 == made.nbytes
+    assert int(made.bytes_view.sum()) == 0
+    made.close()

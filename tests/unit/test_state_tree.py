@@ -13,6 +13,7 @@ import torch
 from _stored import one_rank
 from torch import nn
 
+from holdfast import _torch_compat as compat
 from holdfast.errors import ConfigError
 from holdfast.state.entries import TensorGuard, local_tensor
 from holdfast.state.per_rank import PerRank
@@ -486,3 +487,40 @@ def test_a_structure_is_sorted_and_typed() -> None:
 
 def test_any_mapping_is_a_dict() -> None:
     assert names({"a": types.MappingProxyType({"b": 1, "c": torch.zeros(1)})}) == {"a.b", "a.c"}
+
+
+def _guarded() -> list[torch.Tensor]:
+    return [torch.zeros(3, 3), nn.Parameter(torch.ones(4)), torch.zeros(2, dtype=torch.int64)]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_guard_sees_shape_and_dtype_change_and_nothing_else(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not fast:
+        monkeypatch.setattr(compat, "same_kind_check", lambda _: None)
+    tensors = _guarded()
+    guard = TensorGuard(tensors)
+    assert guard.stands()
+    tensors[1].requires_grad_(False)
+    assert guard.stands()
+    assert guard.stands()
+    with torch.no_grad():
+        tensors[1].add_(1)
+        assert guard.stands()
+    with torch.inference_mode():
+        assert guard.stands()
+    assert guard.stands()
+    tensors[0].data = torch.zeros(9)
+    assert not guard.stands()
+    tensors[0].data = torch.zeros(3, 3)
+    assert guard.stands()
+    tensors[2].data = torch.zeros(2, dtype=torch.int32)
+    assert not guard.stands()
+
+
+def test_many_tensors_are_compared_at_once_where_torch_can() -> None:
+    tensors = _guarded()
+    check = compat.same_kind_check(tensors)
+    assert check is not None
+    tensors[0].data = torch.zeros(3, 4)
+    assert not check(*tensors)
+    assert compat.same_kind_check([]) is None
