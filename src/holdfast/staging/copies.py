@@ -207,5 +207,4 @@ def _word_bytes(target: torch.Tensor, source: torch.Tensor) -> int:
 def _pieces(block: torch.Tensor, width: int) -> Sequence[torch.Tensor]:
     """A contiguous block as one-dimensional integers of ``width`` bytes, in pieces that torch copies serially."""
     flat = block.view(-1).view(compat.SAME_SIZE_INT[width])
-    pieces: Sequence[torch.Tensor] = flat.split(SERIAL_ELEMENTS)
-    return pieces
+    return flat.chunk(-(-flat.numel() // SERIAL_ELEMENTS))
