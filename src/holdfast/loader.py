@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from holdfast import _torch_compat as compat
 from holdfast import events
+from holdfast.boxes import whole
 from holdfast.checkpoint import Checkpoint, read_objects
 from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, StorageError
 from holdfast.format.manifest import MANIFEST_NAME
@@ -31,6 +33,7 @@ from holdfast.source import HoldfastSource, Source
 from holdfast.state.entries import local_tensor
 from holdfast.state.loading import Loading, StoredInfo, mismatch_error
 from holdfast.state.structure import LayoutTable
+from holdfast.state.tree import gc_paused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -69,7 +72,12 @@ def load_state(
     `StorageError`, `DeadlineExceeded`.
     """
     before_any_load()
-    source = _open_together(choose, group, votes, options)
+    with gc_paused():
+        source = _open_together(choose, group, votes, options)
+        return _load(tree, source, group, votes, options)
+
+
+def _load(tree: StateTree, source: Source, group: Group, votes: Votes, options: LoadOptions) -> Checkpoint:
     error: BaseException | None = None
     loading: Loading | None = None
     try:
@@ -174,6 +182,12 @@ def _fill(loading: Loading, source: Source, group: Group, options: LoadOptions) 
     destinations: list[Destination] = []
     for entry in loading.tensors:
         local = local_tensor(entry.tensor)
+        if not compat.is_dtensor(entry.tensor):
+            box = whole(tuple(entry.tensor.shape))
+            if box.volume:
+                wants.append(Want(entry.name, box, len(destinations), box))
+                destinations.append(Destination(entry.name, local))
+            continue
         layouts.check_local(entry.tensor, entry.name, group.rank)
         for box, local_offsets in layouts.boxes_of(entry.tensor, entry.name, group.rank):
             view = local

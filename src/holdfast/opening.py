@@ -11,7 +11,6 @@ import os
 from typing import Final
 
 from holdfast.errors import CheckpointNotFound, ConfigError
-from holdfast.foreign import find_foreign
 from holdfast.format.manifest import MANIFEST_NAME, METADATA_NAME
 from holdfast.keeping import Found, oldest_first
 from holdfast.root import foreign_steps
@@ -21,6 +20,9 @@ from holdfast.storage.local import LocalStorage
 _log = logging.getLogger("holdfast")
 
 DEFAULT_TEMPLATE: Final = "step-{step}"
+
+STOCK_PLACES: Final = ("", "model", "weights")
+"""Where below its directory a stock checkpoint has its metadata, in one of the layouts that ``foreign`` knows."""
 
 
 def open_source(path: str) -> Source:
@@ -35,8 +37,12 @@ def open_source(path: str) -> Source:
         raise ConfigError(f"{directory} is a file; a checkpoint is a directory", field="path")
     if os.path.lexists(os.path.join(directory, MANIFEST_NAME)):
         return open_holdfast(directory)
-    if foreign := find_foreign(directory):
-        return foreign
+    if any(os.path.isfile(os.path.join(directory, below, METADATA_NAME)) for below in STOCK_PLACES):
+        # Here, since it brings in much of torch.distributed: half the time that importing Holdfast would take.
+        from holdfast.foreign import find_foreign
+
+        if foreign := find_foreign(directory):
+            return foreign
     for retry in (True, False):
         found = newest_step(directory)
         if found is None:

@@ -2,12 +2,12 @@
 
 A transfer that is one run of bytes on both sides, into host memory of the stored dtype, is read straight to where it
 belongs. Everything else (strided boxes, other dtypes, device memory) passes through a scratch buffer of at most
-16 MiB a thread.
+8 MiB a thread.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from holdfast.plan.read import ReadPlan
     from holdfast.source import RecordReader, Source
 
-SPAN_BYTES_MAX: Final = 16 << 20
+SPAN_BYTES_MAX: Final = 8 << 20
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class Destination:
     def host_bytes(self, dtype: torch.dtype) -> memoryview | None:
         """Its memory as bytes, where stored bytes of ``dtype`` may go there as they are; else None."""
         tensor = self.tensor
-        if tensor.device.type != "cpu" or tensor.dtype != dtype or not tensor.is_contiguous():
+        if not tensor.is_cpu or tensor.dtype != dtype or not tensor.is_contiguous():
             return None
         if tensor.is_conj() or tensor.is_neg():
             return None
@@ -87,15 +87,16 @@ def _sort(
     direct: list[Piece] = []
     through: list[Transfer] = []
     end = 0
+    tensors = source.tensors
     for transfer in transfers:
-        memory = destinations[transfer.dest].host_bytes(torch_dtype(source.tensors[transfer.name].dtype))
+        memory = destinations[transfer.dest].host_bytes(torch_dtype(tensors[transfer.name].dtype))
         start, stop = byte_span(transfer)
         # Two destinations may want the same bytes (tied names): the second takes them through a buffer.
         if memory is None or start < end or not is_direct(transfer):
             through.append(transfer)
             continue
         at = dest_offset(transfer)
-        direct.append(Piece(start, memory[at : at + stop - start]))
+        direct.append(Piece(start, memory if len(memory) == stop - start else memory[at : at + stop - start]))
         end = stop
     return direct, through
 
@@ -133,7 +134,7 @@ def _bounded(transfer: Transfer) -> Iterator[Transfer]:
             (*region.offsets[:dim], region.offsets[dim] + row, *region.offsets[dim + 1 :]),
             (*region.sizes[:dim], min(rows, size - row), *region.sizes[dim + 1 :]),
         )
-        yield from _bounded(replace(transfer, region=part))
+        yield from _bounded(transfer._replace(region=part))
 
 
 def _region_of(tensor: torch.Tensor, transfer: Transfer) -> torch.Tensor:

@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("holdfast")
 
-READ_THREADS: Final = 2
+READ_THREADS: Final = 4
+"""More than two cores need: while one thread waits for the interpreter's lock, another reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,20 +151,22 @@ class HoldfastSource:
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
-        shards: dict[str, list[StoredShard]] = {}
+        found: dict[str, list[StoredShard]] = {}
         kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
         for report, index in self._reports:
             names = [file.name for file in report.files]
             for row in index.tensors:
-                kind = kinds.setdefault(row.name, (row.dtype, row.shape))
-                if kind != (row.dtype, row.shape):
+                name, kind = row.name, (row.dtype, row.shape)
+                shard = StoredShard(Box(row.offsets, row.sizes), names[row.file], row.payload_offset, row.nbytes)
+                known = kinds.setdefault(name, kind)
+                if known is kind:
+                    found[name] = [shard]
+                elif known == kind:
+                    found[name].append(shard)
+                else:
                     path = os.path.join(self.directory, MANIFEST_NAME)
-                    raise CheckpointCorrupt(f"{path}: reports disagree on {row.name}", path=path, tensor=row.name)
-                box = Box(row.offsets, row.sizes)
-                shards.setdefault(row.name, []).append(
-                    StoredShard(box, names[row.file], row.payload_offset, row.nbytes)
-                )
-        return {name: StoredTensor(name, dtype, shape, tuple(shards[name])) for name, (dtype, shape) in kinds.items()}
+                    raise CheckpointCorrupt(f"{path}: reports disagree on {name}", path=path, tensor=name)
+        return {name: StoredTensor(name, *kinds[name], tuple(shards)) for name, shards in found.items()}
 
     @cached_property
     def objects(self) -> dict[str, StoredObject]:
@@ -266,6 +269,13 @@ class HoldfastSource:
         return problems
 
     def open_files(self, *, verify: bool) -> FileSet:
+        return FileSet(self.directory, self.files, verify=verify, threads=READ_THREADS, blame=self._blame)
+
+    def _blame(self, file: str, start: int, end: int) -> str | None:
+        return self._blamer(file, start, end)  # made when something is wrong, not for each load
+
+    @cached_property
+    def _blamer(self) -> Blamer:
         rows: dict[str, list[tuple[int, int, str]]] = {}
         for report, index in self._reports:
             names = [file.name for file in report.files]
@@ -273,7 +283,7 @@ class HoldfastSource:
                 rows.setdefault(names[tensor.file], []).append((tensor.record_offset, tensor.record_end, tensor.name))
             for kept in index.objects:
                 rows.setdefault(names[kept.file], []).append((kept.offset, kept.offset + kept.capacity, kept.name))
-        return FileSet(self.directory, self.files, verify=verify, threads=READ_THREADS, blame=Blamer(rows))
+        return Blamer(rows)
 
 
 def open_holdfast(directory: str) -> HoldfastSource:

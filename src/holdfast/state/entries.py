@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Path = tuple[PathItem, ...]
 
 _DTYPES: Final = {dtype: name for name in ITEMSIZE if isinstance(dtype := getattr(torch, name, None), torch.dtype)}
+_STORED_DTYPES: Final = {name: dtype for dtype, name in _DTYPES.items()}
 _FULL_CHECK_TENSORS: Final = 4096
 
 
@@ -78,6 +79,9 @@ def known_dtype(tensor: torch.Tensor, name: str) -> str:
 
 def torch_dtype(stored: str) -> torch.dtype:
     """The dtype object for a stored name; `ConfigError` if this torch doesn't have it."""
+    known = _STORED_DTYPES.get(stored)
+    if known is not None:
+        return known
     found = getattr(torch, stored, None)
     if not isinstance(found, torch.dtype):
         raise ConfigError(f"dtype {stored!r} is unknown to torch {torch.__version__}; load with a newer torch")

@@ -127,7 +127,7 @@ class StateTree:
 
         Raises `ConfigError`, naming the key, for what can't be stored and for names given twice.
         """
-        with _gc_paused():
+        with gc_paused():
             return self._collect()
 
     def _collect(self) -> Collected:
@@ -275,7 +275,7 @@ class StateTree:
 
 
 @contextmanager
-def _gc_paused() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Without this, making a hundred thousand entries sets off collections that take as long as the work itself."""
     enabled = gc.isenabled()
     gc.disable()

@@ -1,9 +1,9 @@
 """Reading ranges of stored files into memory, and proving them right on the way. Torch-free.
 
-A `Piece` says which bytes of a file go to which memory. Pieces of a file are gathered into jobs of whole 1 MiB
-extents; one `preadv` brings a job straight to its destinations, with the bytes between them going to a scratch
-buffer, because an extent's checksum covers those too. Hashing follows at once, in parts of at most 256 KiB, while
-the bytes are in the cache. Jobs run on a few threads; reading and hashing release the GIL.
+A `Piece` says which bytes of a file go to which memory. Pieces of a file are gathered into jobs of a few whole 1 MiB
+extents. One `preadv` brings an extent straight to its destinations, with the bytes between them going to a scratch
+buffer, because its checksum covers those too. Hashing follows at once, while the bytes are in the cache. Jobs run on a
+few threads; reading and hashing release the GIL.
 
 Guarantees: with checksums, no byte reaches the caller unverified without an error being raised; a file that is
 missing, shorter or longer than committed is `CheckpointCorrupt`; memory beside the destinations is bounded by one
@@ -14,14 +14,14 @@ Does not: know tensors. The caller says what a range holds when it is found corr
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import stat
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import xxhash
 
@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 JOB_EXTENTS: Final = 4
-HASH_PIECE_BYTES: Final = 256 << 10
 PARTS_MAX: Final = 256
-"""More destinations than this in one job are filled from scratch: the system takes 1,024 a call, Python fewer."""
+"""More destinations than this in one call are filled from scratch: with the gaps between, the system takes 1,024."""
 SMALL_PART_BYTES: Final = 16 << 10
 OPEN_FILES_MAX: Final = 128
 """A process may often have 1,024, and a checkpoint of a large world has more files."""
@@ -55,8 +54,7 @@ class _Open:
     users: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Bytes ``start`` up to ``start + len(memory)`` of a file go to ``memory`` (writable, contiguous, bytes)."""
 
     start: int
@@ -65,6 +63,14 @@ class Piece:
     @property
     def end(self) -> int:
         return self.start + len(self.memory)
+
+
+class _Run(NamedTuple):
+    """Pieces of a file that one call reads, with all between ``base`` and ``stop``; one extent where it is hashed."""
+
+    base: int
+    stop: int
+    pieces: list[Piece]
 
 
 Blame = Callable[[str, int, int], "str | None"]
@@ -113,55 +119,102 @@ class FileSet:
             pass
 
     def read(self, work: Iterable[Callable[[], None]]) -> None:
-        """Run jobs (of `jobs_for`, or others that use `read_span`) on the reader threads; the first error is raised."""
-        pool = ThreadPoolExecutor(self._threads, thread_name_prefix="holdfast-read")
+        """Run jobs (of `jobs_for`, or others that use `read_span`), the caller's thread and others taking turns.
+
+        Returns when all have ended; of errors the first is raised, and no job is begun after it.
+        """
+        jobs = list(work)
+        queue = iter(jobs)  # of a list: safe to share
+        errors: list[BaseException] = []
+        ended: list[threading.Event] = []
+
+        def take_turns() -> None:
+            try:
+                for job in queue:
+                    if not errors:
+                        job()
+            except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
+                errors.append(error)
+
+        def join_in(end: threading.Event) -> None:
+            take_turns()
+            end.set()
+
         try:
-            futures: list[Future[None]] = [pool.submit(job) for job in work]
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for number in range(1, min(self._threads, len(jobs))):
+                end = threading.Event()
+                threading.Thread(target=join_in, args=(end,), name=f"holdfast-read-{number}", daemon=True).start()
+                ended.append(end)
+            take_turns()
+            for end in ended:
+                end.wait()
         finally:  # an interrupt as well waits for the jobs that have begun, and for no other
-            pool.shutdown(cancel_futures=True)
-        for future in done:
-            future.result()
+            for _ in queue:
+                pass
+            # Not by `Thread.join`: once interrupted it takes the thread for ended (seen with Python 3.11).
+            for end in ended:
+                end.wait()
+        if errors:
+            raise errors[0]
 
     def jobs_for(self, name: str, pieces: Sequence[Piece]) -> list[Callable[[], None]]:
         """Jobs that fill ``pieces`` of file ``name``; the pieces are sorted by start and don't overlap."""
         file = self._file(name)
+        hashed = self._verify and file.extents is not None
         jobs: list[Callable[[], None]] = []
-        group: list[Piece] = []
-        first = last = -1
-        for piece in _cut_at_extents(pieces, JOB_EXTENTS * EXTENT_BYTES):
-            begin, end = piece.start // EXTENT_BYTES, (piece.end - 1) // EXTENT_BYTES
-            if group and (begin > last + 1 or begin // JOB_EXTENTS != first // JOB_EXTENTS):
-                jobs.append(self._job(file, first, last, group))
+        group: list[_Run] = []
+        count = 1 if hashed else JOB_EXTENTS
+        for run in self._runs(file, pieces, count * EXTENT_BYTES):
+            if group and (len(group) * count >= JOB_EXTENTS or run.base != group[-1].stop):
+                jobs.append(self._job(file, group))
                 group = []
-            if not group:
-                first = begin
-            group.append(piece)
-            last = max(last, end) if len(group) > 1 else end
+            group.append(run)
         if group:
-            jobs.append(self._job(file, first, last, group))
+            jobs.append(self._job(file, group))
         return jobs
+
+    def _runs(self, file: StoredFile, pieces: Sequence[Piece], step: int) -> Iterator[_Run]:
+        """The pieces by the stretches of ``step`` bytes that they lie in; apart where a whole extent isn't wanted."""
+        group: list[Piece] = []
+        extent = 0
+        for piece in _cut_at(pieces, step):
+            begin = piece.start // EXTENT_BYTES
+            if group and (piece.start // step != group[0].start // step or begin > extent + 1):
+                yield _Run(*self._bounds(file, group[0].start, group[-1].end), group)
+                group = []
+            group.append(piece)
+            extent = (piece.end - 1) // EXTENT_BYTES
+        if group:
+            yield _Run(*self._bounds(file, group[0].start, group[-1].end), group)
 
     def read_span(self, name: str, start: int, end: int) -> memoryview:
         """Bytes ``start`` to ``end`` of a file, verified, in the calling thread's scratch buffer.
 
         Valid until the thread's next call. The span should be bounded: the buffer is as large as the extents it
-        touches.
+        touches. What the last call brought in is not read again.
         """
         file = self._file(name)
         self._check_range(file, start, end)
-        first, last = start // EXTENT_BYTES, max(start, end - 1) // EXTENT_BYTES
         base, stop = self._bounds(file, start, end)
-        buffer = self._scratch_of(stop - base)
-        self._fill(file, base, [buffer])
-        self._check(file, first, last, [buffer])
-        return buffer[start - base : end - base]
+        held: tuple[str, int, int] = getattr(self._scratch, "held", ("", 0, 0))
+        if not (held[0] == name and held[1] <= base and stop <= held[2]):
+            buffer = self._scratch_of(stop - base)
+            self._fill(file, base, [buffer])
+            self._check(file, base, stop, [buffer])
+            held = self._scratch.held = (name, base, stop)
+        return memoryview(self._scratch.buffer)[start - held[1] : end - held[1]]
 
     def read_unverified(self, name: str, start: int, memory: memoryview) -> None:
         """Fill ``memory`` with the bytes of a file from ``start`` on, as they are."""
         file = self._file(name)
         self._check_range(file, start, start + len(memory))
         self._fill(file, start, [memory])
+
+    def map(self, name: str) -> mmap.mmap:
+        """A file in memory, its pages read as they are touched and verified by nobody; what is written stays here."""
+        file = self._file(name)
+        with self._opened(file) as fd:
+            return mmap.mmap(fd, file.size, access=mmap.ACCESS_COPY)
 
     def _check_range(self, file: StoredFile, start: int, end: int) -> None:
         path = self.path_of(file.name)
@@ -181,35 +234,48 @@ class FileSet:
         last = max(start, end - 1) // EXTENT_BYTES
         return start // EXTENT_BYTES * EXTENT_BYTES, min(file.size, (last + 1) * EXTENT_BYTES)
 
-    def _job(self, file: StoredFile, first: int, last: int, pieces: Sequence[Piece]) -> Callable[[], None]:
-        return lambda: self._run_job(file, first, last, pieces)
+    def _job(self, file: StoredFile, runs: Sequence[_Run]) -> Callable[[], None]:
+        def job() -> None:
+            for run in runs:
+                self._read_run(file, run)
 
-    def _run_job(self, file: StoredFile, first: int, last: int, pieces: Sequence[Piece]) -> None:
-        base, stop = self._bounds(file, pieces[0].start, pieces[-1].end)
-        small = len(pieces) > PARTS_MAX or (stop - base) // len(pieces) < SMALL_PART_BYTES
-        scratch = self._scratch_of(stop - base)
-        if small:
+        return job
+
+    def _read_run(self, file: StoredFile, run: _Run) -> None:
+        base, stop, pieces = run
+        if len(pieces) == 1 and len(pieces[0].memory) == stop - base:
+            parts = [pieces[0].memory]
+        elif len(pieces) > PARTS_MAX or (stop - base) // len(pieces) < SMALL_PART_BYTES:
+            scratch = self._scratch_of(stop - base)
             self._fill(file, base, [scratch])
-            self._check(file, first, last, [scratch])
-            for piece in pieces:
-                piece.memory[:] = scratch[piece.start - base : piece.end - base]
+            self._check(file, base, stop, [scratch])
+            for start, memory in pieces:
+                memory[:] = scratch[start - base : start - base + len(memory)]
             return
-        parts: list[memoryview] = []
-        at = base
-        for piece in pieces:
-            if piece.start > at:
-                parts.append(scratch[at - base : piece.start - base])
-            parts.append(piece.memory)
-            at = piece.end
-        if at < stop:
-            parts.append(scratch[at - base : stop - base])
+        else:
+            scratch = self._scratch_of(stop - base)
+            parts = []
+            at = base
+            for start, memory in pieces:
+                if start > at:
+                    parts.append(scratch[at - base : start - base])
+                parts.append(memory)
+                at = start + len(memory)
+            if at < stop:
+                parts.append(scratch[at - base : stop - base])
         self._fill(file, base, parts)
-        self._check(file, first, last, parts)
+        self._check(file, base, stop, parts)
 
     def _scratch_of(self, nbytes: int) -> memoryview:
-        buffer: bytearray | None = getattr(self._scratch, "buffer", None)
+        """At least ``nbytes`` of memory on a page of its own, this thread's; whatever was in it is gone.
+
+        A buffer of Python's starts 16 or 32 bytes behind a page: the kernel copies from the page cache to there at a
+        quarter of the speed, on processors whose string move stumbles over such a distance.
+        """
+        buffer: mmap.mmap | None = getattr(self._scratch, "buffer", None)
+        self._scratch.held = ("", 0, 0)
         if buffer is None or len(buffer) < nbytes:
-            buffer = self._scratch.buffer = bytearray(max(nbytes, JOB_EXTENTS * EXTENT_BYTES))
+            buffer = self._scratch.buffer = mmap.mmap(-1, max(1, -(-nbytes // EXTENT_BYTES)) * EXTENT_BYTES)
         return memoryview(buffer)[:nbytes]
 
     def _fill(self, file: StoredFile, offset: int, parts: Sequence[memoryview]) -> None:
@@ -218,6 +284,7 @@ class FileSet:
 
     def _fill_from(self, fd: int, file: StoredFile, offset: int, parts: Sequence[memoryview]) -> None:
         left = [part for part in parts if part]
+        wanted = sum(map(len, left))
         while left:
             try:
                 count = os.preadv(fd, left, offset)
@@ -232,30 +299,35 @@ class FileSet:
                 )
             offset += count
             self.bytes_read += count
+            if count == wanted:
+                return
             while left and count >= len(left[0]):
                 count -= len(left.pop(0))
             if count:
                 left[0] = left[0][count:]
+            wanted = sum(map(len, left))
 
-    def _check(self, file: StoredFile, first: int, last: int, parts: Sequence[memoryview]) -> None:
-        """Hash the extents that ``parts`` hold, end to end, and compare."""
-        if not self._verify or file.extents is None:
+    def _check(self, file: StoredFile, base: int, stop: int, parts: Sequence[memoryview]) -> None:
+        """Hash the extents that ``parts`` hold, end to end, from ``base`` to ``stop``, and compare."""
+        if not self._verify or file.extents is None or base == stop:
             return
-        source = iter(parts)
-        part = memoryview(b"")
-        for extent in range(first, last + 1):
-            left = min(EXTENT_BYTES, file.size - extent * EXTENT_BYTES)
-            digest = xxhash.xxh3_64()
-            while left:
-                if not part:
-                    part = next(source)
-                take = min(left, len(part), HASH_PIECE_BYTES)
-                digest.update(part[:take])
-                part = part[take:]
-                left -= take
-            expected = int.from_bytes(file.extents[extent * 8 : extent * 8 + 8], "little")
-            if digest.intdigest() != expected:
-                self._raise_corrupt(file, extent, expected, digest.intdigest())
+        if len(parts) == 1:
+            whole = parts[0]
+            for at in range(base, stop, EXTENT_BYTES):
+                part = whole[at - base : at - base + EXTENT_BYTES]
+                self._compare(file, at // EXTENT_BYTES, xxhash.xxh3_64_intdigest(part))
+            return
+        assert base // EXTENT_BYTES == (stop - 1) // EXTENT_BYTES, "several parts make one extent"
+        digest = xxhash.xxh3_64()
+        for part in parts:
+            digest.update(part)
+        self._compare(file, base // EXTENT_BYTES, digest.intdigest())
+
+    def _compare(self, file: StoredFile, extent: int, found: int) -> None:
+        assert file.extents is not None
+        expected = int.from_bytes(file.extents[extent * 8 : extent * 8 + 8], "little")
+        if found != expected:
+            self._raise_corrupt(file, extent, expected, found)
 
     def _raise_corrupt(self, file: StoredFile, extent: int, expected: int, found: int) -> None:
         start, end = extent * EXTENT_BYTES, min(file.size, (extent + 1) * EXTENT_BYTES)
@@ -288,9 +360,10 @@ class FileSet:
         finally:
             with self._lock:
                 entry.users -= 1
-                idle = [name for name, known in self._fds.items() if not known.users]
-                for name in idle[: max(0, len(self._fds) - OPEN_FILES_MAX)]:
-                    os.close(self._fds.pop(name).fd)
+                if len(self._fds) > OPEN_FILES_MAX:
+                    idle = [name for name, known in self._fds.items() if not known.users]
+                    for name in idle[: len(self._fds) - OPEN_FILES_MAX]:
+                        os.close(self._fds.pop(name).fd)
 
     def _open(self, file: StoredFile) -> int:
         path = self.path_of(file.name)
@@ -315,10 +388,13 @@ def _refused(path: str, error: OSError) -> StorageError:
     return StorageError(f"{path} could not be read: {error.strerror}", path=path, errno=error.errno)
 
 
-def _cut_at_extents(pieces: Sequence[Piece], step: int) -> Iterable[Piece]:
+def _cut_at(pieces: Iterable[Piece], step: int) -> Iterator[Piece]:
     """The same pieces, none of them crossing a multiple of ``step``."""
     for piece in pieces:
-        start, memory = piece.start, piece.memory
+        start, memory = piece
+        if memory and start // step == (start + len(memory) - 1) // step:
+            yield piece
+            continue
         while memory:
             take = min(len(memory), step - start % step)
             yield Piece(start, memory[:take])
