@@ -4,7 +4,8 @@
 when something of theirs is asked for. Directories written by stock ``dcp.save`` open too (see ``format.foreign``):
 they have no checksums, so `verify` can say only that nothing is missing.
 
-Guarantees: never writes, locks or recovers; no process group needed; whatever is returned was verified.
+Guarantees: never writes, locks or recovers; no process group needed; whatever is returned was verified, but for what
+`Checkpoint.map` says of itself.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from holdfast import events
 from holdfast.boxes import Box, whole
 from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, HoldfastError, StorageError
 from holdfast.format.manifest import EXTENT_BYTES, METADATA_NAME
@@ -31,7 +33,10 @@ from holdfast.state.entries import torch_dtype
 from holdfast.storage.local import LocalStorage
 
 if TYPE_CHECKING:
+    import mmap
+
     from holdfast.format.manifest import Manifest
+    from holdfast.plan.read import StoredTensor
     from holdfast.source import Source
     from holdfast.storage.reading import FileSet, StoredFile
 
@@ -76,6 +81,7 @@ class Checkpoint:
 
     def __init__(self, source: Source) -> None:
         self._source = source
+        self._maps: dict[str, mmap.mmap] = {}
 
     def __repr__(self) -> str:
         return f"<Checkpoint step={self.step} path={self.path!r}>"
@@ -124,6 +130,46 @@ class Checkpoint:
         index: slices (step 1) or integers, one for each leading dimension; only the extents that hold the part are
         read. Raises `CheckpointNotFound` for an unknown name, `CheckpointCorrupt`, `StorageError`.
         """
+        stored = self._stored(name)
+        box, shape = _box_of(name, stored.shape, index)
+        out = torch.empty(box.sizes, dtype=torch_dtype(stored.dtype))
+        if box.volume:
+            plan = plan_reads([Want(name, box, 0, box)], {name: stored})
+            with self._source.open_files(verify=True) as files:
+                read_into(files, plan, [Destination(name, out)], self._source)
+            events.count("bytes_read", files.bytes_read)
+        return out.reshape(shape)
+
+    def map(self, name: str, *, verify: bool = False) -> torch.Tensor:
+        """Tensor ``name`` as a view of its file: nothing is read before it is used, processes share the memory.
+
+        For looking, not for training: what is written to the view stays in this process. The view lives as long as
+        somebody holds it, also when the checkpoint is deleted meanwhile (its disk space is then freed at the end); on a
+        network file system a deletion from another host makes reading it crash: `CheckpointManager.pin` the step.
+        verify: read all of it now and match it with its checksums; otherwise nothing is verified.
+
+        Raises `ConfigError` for a tensor that isn't in one piece in the file (saved in shards, or not by Holdfast):
+        `read` that. Else as `read`.
+        """
+        stored = self._stored(name)
+        dtype = torch_dtype(stored.dtype)
+        if 0 in stored.shape:
+            return torch.empty(stored.shape, dtype=dtype)
+        shard = stored.shards[0]
+        if self._source.records is not None or shard.box != whole(stored.shape):
+            why = f"it is in {len(stored.shards)} shards" if self._source.checksummed else "Holdfast didn't write it"
+            raise ConfigError(f"{self.path}: {name} can't be mapped: {why}; read it", field="name")
+        start, end = shard.payload_offset, shard.payload_offset + shard.nbytes
+        with self._source.open_files(verify=verify) as files:
+            if verify:
+                for at in range(start, end, VERIFY_SPAN_BYTES):
+                    files.read_span(shard.file, at, min(end, at + VERIFY_SPAN_BYTES))
+            if shard.file not in self._maps:
+                self._maps[shard.file] = files.map(shard.file)
+        flat = torch.frombuffer(self._maps[shard.file], dtype=torch.uint8, count=shard.nbytes, offset=start)
+        return flat.view(dtype).reshape(stored.shape)
+
+    def _stored(self, name: str) -> StoredTensor:
         stored = self._source.tensors.get(name)
         if stored is None:
             raise CheckpointNotFound(
@@ -131,13 +177,7 @@ class Checkpoint:
                 path=self.path,
                 step=self.step,
             )
-        box, shape = _box_of(name, stored.shape, index)
-        out = torch.empty(box.sizes, dtype=torch_dtype(stored.dtype))
-        if box.volume:
-            plan = plan_reads([Want(name, box, 0, box)], {name: stored})
-            with self._source.open_files(verify=True) as files:
-                read_into(files, plan, [Destination(name, out)], self._source)
-        return out.reshape(shape)
+        return stored
 
     def write_dcp_metadata(self) -> str:
         """Make the directory one that stock ``dcp.load`` reads; returns the path of its ``.metadata``, when durable.
@@ -242,7 +282,8 @@ def read_objects(source: Source, names: Sequence[str], *, verify: bool = True) -
     """The stored objects ``names``, verified and decoded."""
     found: dict[str, Any] = {}
     with source.open_files(verify=verify) as files:
-        for name in names:
+        # In the order of the files: records that share an extent are read with it, once.
+        for name in sorted(names, key=lambda name: (source.objects[name].file, source.objects[name].offset)):
             place = source.objects[name]
             record = files.read_span(place.file, place.offset, place.offset + place.nbytes)
             found[name] = load_object(bytes(record), name=name, path=files.path_of(place.file))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -87,6 +88,73 @@ def test_open_reads_any_part(tmp_path: Path) -> None:
     for call in (lambda: checkpoint.read("model.missing"), lambda: holdfast.open(tmp_path / "nowhere")):
         with pytest.raises(CheckpointNotFound):
             call()
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_map_shows_what_the_file_holds(tmp_path: Path, verify: bool) -> None:
+    state = {
+        "large": torch.randn(700, 800),
+        "row": torch.randn(1, 7).to(torch.bfloat16),
+        "fp8": torch.randn(3).to(torch.float8_e4m3fn),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "flags": torch.tensor([True, False, True]),
+        "empty": torch.zeros(0, 3),
+    }
+    checkpoint = holdfast.save(state, tmp_path / "ckpt")
+    for name, tensor in state.items():
+        view = checkpoint.map(name, verify=verify)
+        assert (view.shape, view.dtype) == (tensor.shape, tensor.dtype)
+        assert torch.equal(view.to(torch.float64), tensor.to(torch.float64))
+
+
+def test_writing_to_a_map_changes_no_file(tmp_path: Path) -> None:
+    checkpoint = holdfast.save({"w": torch.ones(2000)}, tmp_path / "ckpt")
+    view = checkpoint.map("w")
+    view.zero_()
+    assert checkpoint.read("w").eq(1).all()
+    assert holdfast.open(tmp_path / "ckpt").map("w").eq(1).all()
+    assert checkpoint.verify().ok
+
+
+def test_a_map_outlives_its_checkpoint(tmp_path: Path) -> None:
+    holdfast.save({"w": torch.arange(300_000)}, tmp_path / "ckpt")
+    view = holdfast.open(tmp_path / "ckpt").map("w")
+    shutil.rmtree(tmp_path / "ckpt")
+    assert torch.equal(view, torch.arange(300_000))
+
+
+def test_a_map_is_verified_when_asked(tmp_path: Path) -> None:
+    holdfast.save({"w": torch.ones(500_000), "v": torch.ones(900_000)}, tmp_path / "ckpt")
+    (path,) = (tmp_path / "ckpt").glob("*_0.distcp")
+    data = bytearray(path.read_bytes())
+    data[300_000] ^= 1
+    path.write_bytes(data)
+    checkpoint = holdfast.open(tmp_path / "ckpt")
+    damaged = [name for name in ("w", "v") if not checkpoint.map(name).eq(1).all()]
+    assert len(damaged) == 1
+    with pytest.raises(CheckpointCorrupt) as caught:
+        checkpoint.map(damaged[0], verify=True)
+    assert caught.value.tensor == damaged[0]
+
+
+def test_what_cannot_be_mapped_is_refused(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path / "stock", no_dist=True)
+    with pytest.raises(ConfigError, match="Holdfast didn't write it"):
+        holdfast.open(tmp_path / "stock").map("w")
+    with pytest.raises(CheckpointNotFound, match="no tensor 'missing'"):
+        holdfast.save({"w": torch.ones(4)}, tmp_path / "ckpt").map("missing")
+
+
+def test_a_part_of_a_tensor_reads_only_its_extents(tmp_path: Path) -> None:
+    tensor = torch.randn(4096, 2048)
+    holdfast.save({"w": tensor}, tmp_path / "ckpt")
+    read_before = holdfast.statistics()["bytes_read"]
+    part = holdfast.open(tmp_path / "ckpt").read("w", slice(1000, 1041))  # 1% of it: 328 KiB in one extent or two
+    assert torch.equal(part, tensor[1000:1041])
+    assert 0 < holdfast.statistics()["bytes_read"] - read_before <= 2 << 20
 
 
 def test_the_root_of_a_manager_means_its_newest_step(tmp_path: Path) -> None:
