@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 import transformers
 from benchmarks.cluster.models import RECIPES, Recipe
-from benchmarks.cluster.parallel import Layout, is_expert, materialise, shard
+from benchmarks.cluster.parallel import Layout, allocate, initialise, is_expert, shard
 from torch import nn
 
 import holdfast
 
 COLLECTIVE_TIMEOUT_S = 1800.0
-PROBE_LENGTH = 512
+PROBE_LENGTH = 128
 WARM_UP_STEPS = 10
 
 
@@ -61,7 +61,8 @@ class Job:
         """Everything the next step depends on, sharded; no rank needs memory for more than its shards."""
         model = self.recipe.empty_model(self.parameters)
         shard(model, layout, self.device, torch.bfloat16 if self.device.type == "cuda" else None)
-        materialise(model, self.device, seed)
+        allocate(model, self.device)
+        initialise(model, seed)
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
         # Foreach and fused kernels want parameters of one mesh: experts have another.
@@ -130,7 +131,8 @@ def start(args: argparse.Namespace, *, distributed: bool = True) -> Job:
     if cuda:
         torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(1 if distributed else 2)  # sums in one order, every time
+        # Sums are in one order every time, with one thread; a single process compares with itself only.
+        torch.set_num_threads(1 if distributed else len(os.sched_getaffinity(0)))
     rank, world = 0, 1
     args.out = args.out.absolute()
     if distributed:

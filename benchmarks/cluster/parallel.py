@@ -21,7 +21,7 @@ from benchmarks.cluster.shards import fill
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 # torch 2.13 has renamed them.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -64,10 +64,7 @@ def shard(model: nn.Module, layout: Layout, device: torch.device, compute: torch
     for layer in layers:
         for experts in experts_in(layer):
             divide_experts(experts, grid["experts"])
-            divided: Any = fully_shard(experts, mesh=beside, mp_policy=policy, shard_placement_fn=lambda _: Shard(1))
-            # Its gradients are sums over the tokens of a whole group, but FSDP2 averages over what it divides.
-            set_divisor = getattr(divided, "set_gradient_divide_factor", None)
-            (set_divisor or divided.set_reduce_scatter_divide_factor)(float(layout.world))
+            fully_shard(experts, mesh=beside, mp_policy=policy, shard_placement_fn=lambda _: Shard(1))
         fully_shard(layer, mesh=dense, mp_policy=policy)
     fully_shard(model, mesh=dense, mp_policy=policy)
 
@@ -81,9 +78,17 @@ def is_expert(name: str) -> bool:
     return ".mlp.experts." in name
 
 
-def materialise(model: nn.Module, device: torch.device, seed: int) -> None:
-    """Give every shard memory and its values, which follow from the seed and each element's place in the whole."""
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give this rank's shards memory, and what is no part of a state its values."""
     model.to_empty(device=device)
+    # Frequencies are computed where a model is constructed: here, in memory.
+    rotary: nn.Module = model.model.rotary_emb  # type: ignore[union-attr,assignment]
+    for name, value in type(rotary)(model.config).named_buffers():
+        rotary.get_buffer(name).copy_(value)
+
+
+def initialise(model: nn.Module, seed: int) -> None:
+    """Give every shard its values, which follow from the seed and each element's place in the whole."""
     std = model.config.initializer_range  # type: ignore[union-attr]
     with torch.no_grad():
         for name, param in model.named_parameters():
@@ -91,10 +96,6 @@ def materialise(model: nn.Module, device: torch.device, seed: int) -> None:
                 fill(param, name, seed, std)
             else:
                 param.fill_(1.0 if name.endswith("norm.weight") else 0.0)
-        # Frequencies are no part of a state, and are computed where a model is constructed: here, in memory.
-        rotary: nn.Module = model.model.rotary_emb  # type: ignore[union-attr,assignment]
-        for name, value in type(rotary)(model.config).named_buffers():
-            rotary.get_buffer(name).copy_(value)
 
 
 # experts ---------------------------------------------------------------------------------------------------------
@@ -114,18 +115,16 @@ def _forward(
     experts: Any, mesh: DeviceMesh, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     group = mesh.get_group()
-    gate_up, down = _local(experts.gate_up_proj), _local(experts.down_proj)
-    count = gate_up.shape[0]
+    gate_up, down = experts.gate_up_proj.to_local(), experts.down_proj.to_local()
     if mesh.size() == 1:
         return _apply(experts.act_fn, gate_up, down, hidden, index, weights)
+    # Their gradients are sums over the tokens of the whole group; FSDP2 averages over what it divides among, no more.
+    gate_up, down = _Divided.apply(gate_up, mesh.size()), _Divided.apply(down, mesh.size())
+    count = gate_up.shape[0]
     everywhere = _Gather.apply(hidden, group)
     all_weights = _Gather.apply(weights, group)
     mine = _gathered(index, group) - mesh.get_local_rank() * count
     return _AddUp.apply(_apply(experts.act_fn, gate_up, down, everywhere, mine, all_weights), group)  # type: ignore[no-any-return]
-
-
-def _local(weight: torch.Tensor) -> torch.Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _apply(
@@ -157,6 +156,19 @@ def _added_up(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     out = whole.new_empty(whole.shape[0] // group.size(), *whole.shape[1:])
     reduce_scatter(out, whole.contiguous(), group=group)
     return out
+
+
+class _Divided(torch.autograd.Function):
+    """The same value; its gradient divided by ``number``."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, number: int) -> torch.Tensor:
+        ctx.number = number
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0] / ctx.number, None
 
 
 class _Gather(torch.autograd.Function):

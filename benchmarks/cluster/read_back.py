@@ -15,8 +15,8 @@ import time
 from typing import Any
 
 import torch
-from benchmarks.cluster.job import Job, loss_of, options, start
-from benchmarks.cluster.parallel import materialise
+from benchmarks.cluster.job import Job, options, start
+from benchmarks.cluster.parallel import allocate
 from benchmarks.cluster.shards import fingerprints, tensors_in
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -27,7 +27,7 @@ import holdfast
 def read_model(job: Job, checkpoint: holdfast.Checkpoint) -> nn.Module:
     """The whole model, one weight after the other."""
     model = job.recipe.empty_model(job.parameters)
-    materialise(model, job.device, job.seed + 1)
+    allocate(model, job.device)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             tensor.copy_(checkpoint.read(f"model.{name}"))
@@ -37,10 +37,9 @@ def read_model(job: Job, checkpoint: holdfast.Checkpoint) -> nn.Module:
 def looked_at(job: Job, model: nn.Module) -> dict[str, Any]:
     """What can be compared once the model is gone."""
     with torch.no_grad():
-        logits = model(input_ids=job.probe(), use_cache=False).logits
-        loss = float(loss_of(model, job.probe()))
-    found = fingerprints({**tensors_in(model), "logits": logits}, job.device)
-    return {"logits": found.pop("logits"), "tensors": found, "probe_loss": loss}
+        out = model(input_ids=job.probe(), labels=job.probe(), use_cache=False)
+    found = fingerprints({**tensors_in(model), "logits": out.logits}, job.device)
+    return {"logits": found.pop("logits"), "tensors": found, "probe_loss": float(out.loss)}
 
 
 def read_back(job: Job, *, keep: bool) -> None:
