@@ -2,7 +2,7 @@
 
 Everything here is a function of an element's place in the *whole* tensor, so results do not depend on how many ranks
 there are or how they divide it: a model is initialised in its shards, on any world, to the same values, and states of
-different worlds are compared without gathering anything. Works through shards in pieces of a few million elements.
+different worlds are compared without gathering anything. Works through shards in pieces of about a million elements.
 
 A fingerprint is a sum over elements of their bits times odd numbers drawn from name and place, modulo 2**64: no change
 of one element keeps it, and others only by chance. It guards against mistakes, not against an adversary.
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-PIECE_ELEMENTS = 1 << 22
+PIECE_ELEMENTS = 1 << 20
 LOW_32 = 0xFFFF_FFFF
 BITS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

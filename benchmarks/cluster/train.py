@@ -74,12 +74,10 @@ class Trainer:
         self.losses[step] = loss.detach().float()
 
     def report_losses(self) -> None:
-        """Their means over ranks, exactly: also the moment when all ranks have done all they were told to."""
+        """Note their means over ranks; also the moment when all ranks have done all they were told to."""
         if not self.losses:
             return
-        steps, values = list(self.losses), torch.stack(list(self.losses.values()))
-        dist.all_reduce(values)
-        for step, value in zip(steps, (values / self.job.world).tolist(), strict=True):
+        for step, value in zip(self.losses, self.job.means(torch.stack(list(self.losses.values()))), strict=True):
             self.log.write(event="step", step=step, loss=value.hex())
         self.losses.clear()
 

@@ -276,6 +276,20 @@ def test_recipes_compute_in_bfloat16() -> None:
     run_job(computes_in_bfloat16, nproc=2)
 
 
+def means_stand_alone() -> None:
+    job = job_of("tiny-dense")
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    values = torch.rand(200, generator=generator) + 6
+    together = job.means(values)
+    assert [job.means(value[None])[0] for value in values] == together
+    assert job.means(values[:37]) == together[:37]
+
+
+def test_a_mean_does_not_depend_on_its_neighbours() -> None:
+    """A killed run notes its losses in other blocks than one that goes on."""
+    run_job(means_stand_alone, nproc=4)
+
+
 def fingerprints_follow_places() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.randn(7, 6, generator=torch.Generator().manual_seed(1))
