@@ -1,0 +1,190 @@
+"""What every case works with: the size of the run, the contenders' workers, turns, and where samples go. Torch-free.
+
+Guarantees: in a case all contenders take turns, round by round; while one has its turn all others sleep, and nothing is
+left over on the disk from the one before. A contender that can't be installed, fails or hangs is dropped from the case
+and named in the report, with its reason; the run goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.files import remove
+from benchmarks.peers import PEERS, Peer
+from benchmarks.protocol import Broken, Worker, WorkerFailed
+from benchmarks.samples import Problem, Results, Sample
+from benchmarks.venvs import NotInstalled, python_of, version_of
+
+if TYPE_CHECKING:
+    from benchmarks.sizes import Size
+
+OURS = ("raw", "holdfast", "holdfast-eager", "holdfast-unverified")
+SHARED_FOLDER = Path("/dev/shm")
+INTERVAL_S_PER_GB = 0.25
+
+Turn = Callable[[Worker], "dict[str, Any] | None"]
+
+
+@dataclass
+class Bench:
+    """One run. ``source``: where the package is found, for workers of the runner's own environment."""
+
+    size: Size
+    out: Path
+    only_peers: tuple[str, ...] = ()
+    source: str = ""
+    results: Results = field(default_factory=Results)
+
+    def __post_init__(self) -> None:
+        self.work = self.out / "work"
+        self.work.mkdir(parents=True, exist_ok=True)
+        self._pythons: dict[str, str | None] = {}
+
+    # Who takes part. ---------------------------------------------------------------------------------------------
+
+    def peers(self, wanted: Callable[[Peer], bool]) -> list[Peer]:
+        """Contenders for a case, raw limit first."""
+        return [
+            peer for peer in PEERS.values() if wanted(peer) and (not self.only_peers or peer.name in self.only_peers)
+        ]
+
+    def python(self, case: str, peer: Peer) -> str | None:
+        """Its interpreter; None, with the reason noted, where its environment can't be made."""
+        if peer.name not in self._pythons:
+            try:
+                python = python_of(peer, self.out / "venvs")
+                version = version_of(python, peer)
+                if version is not None:
+                    self.results.meta.setdefault("versions", {})[peer.name] = version
+                self._pythons[peer.name] = python
+            except NotInstalled as error:
+                self.problem(case, peer.name, f"could not be installed: {error}")
+                self._pythons[peer.name] = None
+        return self._pythons[peer.name]
+
+    def worker(self, case: str, peer: Peer, world: int = 1) -> Worker | None:
+        """Start one; None, with the reason noted, where it doesn't."""
+        started = self._launch(case, [peer], world)
+        return started[0] if started else None
+
+    def _launch(self, case: str, peers: Iterable[Peer], world: int) -> list[Worker]:
+        """Start all at once: most of it is reading the same libraries."""
+        launched = []
+        for peer in peers:
+            python = self.python(case, peer)
+            if python is not None:
+                folder = self.work / f"{peer.name}-{world}-{os.urandom(3).hex()}"
+                launched.append(
+                    Worker(
+                        peer.name,
+                        python,
+                        where=peer.where,
+                        group=peer.group,
+                        world=world,
+                        folder=folder,
+                        logs=self.out / "logs",
+                        source="" if peer.own_environment else self.source,
+                    )
+                )
+        ready = []
+        for worker in launched:
+            try:
+                worker.wait_ready()
+                ready.append(worker)
+            except (Broken, WorkerFailed) as error:
+                self.problem(case, worker.name, f"did not start: {error}")
+                worker.stop()
+        return ready
+
+    @contextmanager
+    def workers(
+        self, case: str, peers: Iterable[Peer], state: dict[str, Any], world: int = 1
+    ) -> Iterator[list[Worker]]:
+        """Workers that have taken up ``state``, made here once, in shared memory."""
+        with ExitStack() as stack:
+            started = self._launch(case, peers, world)
+            for worker in started:
+                stack.callback(worker.stop)
+            stack.callback(self._forget, state)
+            if started:
+                facts = started[0].call("fill", state=state)[0]
+                self.results.cases.setdefault(case, {}).update(facts, world=world)
+            yield [worker for worker in started if self.attempt(case, worker, "adopt", state=state) is not None]
+
+    def state(self, **layout: Any) -> dict[str, Any]:
+        """A state's description, with a shared file of its own."""
+        folder = SHARED_FOLDER if os.access(SHARED_FOLDER, os.W_OK) else self.work
+        return {"file": str(folder / f"holdfast-bench-{os.getpid()}-{time.monotonic_ns()}"), **layout}
+
+    def language_model(self, *, layers: int | None = None) -> dict[str, Any]:
+        """Case (a)'s state."""
+        size = self.size
+        return self.state(kind="lm", layers=layers or size.layers, hidden=size.hidden, vocab=size.vocab)
+
+    @staticmethod
+    def _forget(state: dict[str, Any]) -> None:
+        for name in (state["file"], state["file"] + ".target"):
+            remove(Path(name))
+
+    # Taking turns. -----------------------------------------------------------------------------------------------
+
+    def interval_s(self, case: str) -> float:
+        """Between a save and the update: a step's forward and backward grow with the state, too."""
+        return INTERVAL_S_PER_GB * self.results.cases[case]["nbytes"] / 1e9
+
+    def rounds(self, case: str, workers: list[Worker], turn: Turn, *, counted: int, first: int = 0) -> None:
+        """Let all take turns, ``counted`` rounds after round 0, which is not; ``first=1`` leaves that one out."""
+        left = list(workers)
+        for number in range(first, counted + 1):
+            for worker in list(left):
+                figures = self._turn(case, worker, turn)
+                if figures is None:
+                    left.remove(worker)
+                else:
+                    self.record(case, worker.name, number, figures, counted=number > 0)
+            self.say(f"{case}: round {number} of {counted}" + ("" if number else " (not counted)"))
+
+    def _turn(self, case: str, worker: Worker, turn: Turn) -> dict[str, Any] | None:
+        os.sync()  # what the one before has left is not this one's to write
+        time.sleep(0.05)
+        try:
+            return turn(worker)
+        except (Broken, WorkerFailed) as error:
+            self.problem(case, worker.name, str(error))
+            return None
+
+    def attempt(self, case: str, worker: Worker, op: str, **args: Any) -> dict[str, float] | None:
+        """An operation that may fail; None, with the reason noted, if it did."""
+        try:
+            return worker.measure(op, **args)
+        except (Broken, WorkerFailed) as error:
+            self.problem(case, worker.name, f"{op}: {error}")
+            return None
+
+    def target(self, worker: Worker | str) -> Path:
+        """A path to save to, which doesn't exist."""
+        name = worker if isinstance(worker, str) else f"{worker.name}-{worker.world}"
+        path = self.work / f"save-{name}"
+        remove(path)
+        return path
+
+    # What came of it. --------------------------------------------------------------------------------------------
+
+    def record(self, case: str, contender: str, number: int, figures: dict[str, Any], *, counted: bool) -> None:
+        self.results.samples.append(Sample(case, contender, number, counted, figures))
+
+    def problem(self, case: str, contender: str, reason: str) -> None:
+        ours = contender in OURS
+        self.results.problems.append(Problem(case, contender, reason, ours))
+        self.say(f"{case}: {contender}: {reason}")
+
+    @staticmethod
+    def say(message: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,39 @@
+"""The cases, in the order they are run: what is measured, for whom, and which columns tell of it. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from benchmarks.cases import engine, first, load, many, memory, reshard, save, small, train
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from benchmarks.bench import Bench
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One that `--only` can name. It may fill several tables (``save`` does: idle, computing, pure Python)."""
+
+    name: str
+    about: str
+    run: Callable[[Bench], None]
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("save", "(a) a model with AdamW on one rank: idle, computing and pure-Python trainer", save.one_rank),
+        Case("save-2", "(a) the same on two ranks: idle and computing trainer", save.two_ranks),
+        Case("load", "(f) load it, warm and cold, and 1 % of a tensor", load.run),
+        Case("reshard", "(f) load it on another number of ranks", reshard.run),
+        Case("small", "(b) many small tensors, saved and loaded", small.run),
+        Case("many", "(c) very many tiny tensors: planning", many.run),
+        Case("train", "(d) a real training loop with saves", train.run),
+        Case("first", "(e) the first save, and the first after a warm-up", first.run),
+        Case("memory", "(g) memory over many saves", memory.run),
+        Case("engine", "(h) the engine's start and size", engine.run),
+    )
+}

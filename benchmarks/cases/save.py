@@ -1,0 +1,64 @@
+"""Case (a): saves of a language model with its AdamW state, beside trainers that do different things meanwhile."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from benchmarks.files import remove
+from benchmarks.peers import PEERS
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from benchmarks.bench import Bench
+    from benchmarks.protocol import Worker
+
+
+def save_turn(bench: Bench, case: str, worker: Worker, busy: str) -> dict[str, Any]:
+    """One save, removed again."""
+    path = bench.target(worker)
+    interval_s = bench.interval_s(case) if PEERS[worker.name].asynchronous else 0.0
+    try:
+        figures = worker.measure("save", path=str(path), busy=busy, interval_s=interval_s)
+    finally:
+        remove(path)
+    if worker.name == "raw":
+        figures["memcpy_s"] = worker.measure("memcpy")["held_s"]
+    return figures
+
+
+def one_rank(bench: Bench) -> None:
+    peers = bench.peers(lambda peer: peer.saves)
+    with bench.workers("save", peers, bench.language_model()) as workers:
+        bench.rounds(
+            "save", workers, lambda worker: save_turn(bench, "save", worker, "idle"), counted=bench.size.rounds
+        )
+        _busy(bench, "save", workers, ("compute", "python"))
+
+
+def two_ranks(bench: Bench) -> None:
+    peers = bench.peers(lambda peer: peer.saves and 2 in peer.worlds)
+    with bench.workers("save-2", peers, bench.language_model(), world=2) as workers:
+        bench.rounds(
+            "save-2", workers, lambda worker: save_turn(bench, "save-2", worker, "idle"), counted=bench.size.rounds
+        )
+        _busy(bench, "save-2", workers, ("compute",))
+
+
+def _busy(bench: Bench, base: str, workers: list[Worker], kinds: tuple[str, ...]) -> None:
+    """Those who save in the background, beside a trainer that works."""
+    for kind in kinds:
+        case = f"{base}-{kind}"
+        bench.results.cases[case] = dict(bench.results.cases[base])
+        taking_part = [
+            worker
+            for worker in workers
+            if worker.alive and PEERS[worker.name].asynchronous and worker.name != "holdfast-eager"
+        ]
+        bench.rounds(
+            case,
+            taking_part,
+            lambda worker, kind=kind, case=case: save_turn(bench, case, worker, kind),
+            counted=bench.size.rounds,
+            first=1,  # all are warm from the rounds before
+        )

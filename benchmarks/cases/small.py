@@ -1,0 +1,38 @@
+"""Case (b): many small tensors, where the work for each counts more than its bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from benchmarks.cases.load import run_loads, save_once
+from benchmarks.cases.save import save_turn
+from benchmarks.files import remove
+from benchmarks.peers import PEERS
+
+if TYPE_CHECKING:
+    from benchmarks.bench import Bench
+
+LEFT_OUT = {
+    "nvrx": "takes a descriptor for every CPU tensor it hands to its worker",
+    "holdfast-eager": "",
+    "holdfast-unverified": "",
+}
+
+
+def run(bench: Bench) -> None:
+    size = bench.size
+    state = bench.state(kind="flat", count=size.small_tensors, each=size.small_bytes)
+    peers = bench.peers(lambda peer: peer.saves and peer.name not in LEFT_OUT)
+    for name, reason in LEFT_OUT.items():
+        if reason and bench.peers(lambda peer, name=name: peer.name == name):
+            bench.problem("small", name, f"left out: {reason}")
+    rounds = size.slow_rounds
+    with bench.workers("small", peers, state) as workers:
+        bench.rounds("small", workers, lambda worker: save_turn(bench, "small", worker, "idle"), counted=rounds)
+        loading = [worker for worker in workers if worker.alive and PEERS[worker.name].loads]
+        saved = save_once(bench, "small", loading)
+        try:
+            run_loads(bench, "small", loading, saved, rounds)
+        finally:
+            for path in saved.values():
+                remove(path)

@@ -1,0 +1,144 @@
+"""The contenders: which module each is in, what it needs, what to know about it. Torch-free: the runner reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """How to start a contender.
+
+    where: ``module:class`` below `benchmarks.peers`. asynchronous: the caller trains on while it saves. loads, parts:
+    it takes part in loads, and in partial reads. worlds: numbers of ranks it is run with. reshards: it loads with
+    another number of ranks than it saved with. packages: what its own environment needs, None for the runner's;
+    ``bare`` ones are installed without what they ask for (they'd pull another torch). says: printed below the report.
+    """
+
+    name: str
+    label: str
+    where: str
+    asynchronous: bool = False
+    loads: bool = True
+    parts: bool = False
+    worlds: tuple[int, ...] = (1, 2)
+    reshards: bool = False
+    saves: bool = True
+    bare: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
+    group: bool = False
+    says: str = ""
+
+    @property
+    def own_environment(self) -> bool:
+        return bool(self.bare or self.packages)
+
+    @property
+    def environment(self) -> str:
+        return self.where.partition(":")[0] if self.own_environment else ""
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer(
+            "raw",
+            "raw limit",
+            "raw:Raw",
+            parts=True,
+            says="`O_DIRECT` from the state's own memory in two threads, one fsync; loads are `preadv` in two threads "
+            "straight into the tensors. Nothing is named, hashed or published.",
+        ),
+        Peer(
+            "holdfast",
+            "**Holdfast**",
+            "holdfast_:Lazy",
+            asynchronous=True,
+            parts=True,
+            reshards=True,
+            says="`CheckpointManager`, defaults (lazy staging, checksums, fsync, atomic publish). It is handed the "
+            "module and the optimizer; peers are handed a ready dict of tensors.",
+        ),
+        Peer(
+            "holdfast-eager",
+            "Holdfast, eager",
+            "holdfast_:Eager",
+            asynchronous=True,
+            loads=False,
+            says='the same with `staging="eager"`: all is copied before `save` returns.',
+        ),
+        Peer(
+            "holdfast-unverified",
+            "Holdfast, `verify=False`",
+            "holdfast_:Unverified",
+            saves=False,
+            says="loads without matching checksums, to see what matching them costs.",
+        ),
+        Peer("dcp-save", "`dcp.save`", "dcp:Sync", reshards=True, group=True, parts=True, says="fsyncs by itself."),
+        Peer(
+            "dcp-thread",
+            "`dcp.async_save`, thread",
+            "dcp:Thread",
+            asynchronous=True,
+            loads=False,
+            group=True,
+            says="`AsyncCheckpointerType.THREAD` with one `DefaultStager` kept from save to save.",
+        ),
+        Peer(
+            "dcp-process",
+            "`dcp.async_save`, process",
+            "dcp:Process",
+            asynchronous=True,
+            loads=False,
+            group=True,
+            says="`AsyncCheckpointerType.PROCESS` with one shared-memory `DefaultStager` kept from save to save.",
+        ),
+        Peer(
+            "torch-checkpointing",
+            "`torch_checkpointing`",
+            "torch_checkpointing_:Managed",
+            asynchronous=True,
+            reshards=True,
+            group=True,
+            bare=("torch_checkpointing==0.1.1",),
+            says="its manager with asynchronous staging and `lock()` before the update; `O_DIRECT` off, since its "
+            "default fails on ext4 with EINVAL; it does not fsync: that is added within its time.",
+        ),
+        Peer(
+            "nvrx",
+            "`nvidia-resiliency-ext`",
+            "nvrx:Persistent",
+            asynchronous=True,
+            loads=False,
+            group=True,
+            bare=("nvidia-resiliency-ext==0.4.1", "nvidia-ml-py"),
+            packages=("packaging", "psutil", "pyyaml", "defusedxml"),
+            says="`AsyncCallsQueue` with its persistent worker and cached plans. It does not copy CPU tensors, so the "
+            "state is cloned first, into shared memory that is kept: its only safe mode without a GPU. Its calls of "
+            "`torch.cuda` are answered for the CPU.",
+        ),
+        Peer(
+            "torchsnapshot",
+            "`torchsnapshot`",
+            "torchsnapshot_:Snapshots",
+            asynchronous=True,
+            bare=("torchsnapshot==0.1.0",),
+            packages=("PyYAML", "aiofiles", "aiohttp", "importlib-metadata", "nest-asyncio", "psutil"),
+            says="`Snapshot.async_take`; it does not fsync: that is added within its time. It knows no DTensor: with "
+            "two ranks each saves its own shards.",
+        ),
+        Peer(
+            "torch-save",
+            "`torch.save`",
+            "files_:TorchSave",
+            says="one file a rank, then fsync; loaded with `mmap=True` and copied into the tensors.",
+        ),
+        Peer(
+            "safetensors",
+            "`safetensors`",
+            "files_:SafeTensors",
+            parts=True,
+            says="one file a rank, then fsync; loaded one tensor at a time and copied into the state.",
+        ),
+    )
+}

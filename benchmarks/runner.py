@@ -1,0 +1,138 @@
+"""Runs the cases and leaves a report: OUT/results.json, OUT/report.md and pictures beside it. Torch-free.
+
+    holdfast bench [--quick] [--out DIR] [--only CASE ...] [--json]
+
+Exit status 0; 1 where Holdfast itself failed or loaded what was not saved; 2 for misuse. Figures never decide it: what
+a shared machine measures is for people to read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import time
+import traceback
+from pathlib import Path
+
+from benchmarks.bench import Bench
+from benchmarks.cases import CASES
+from benchmarks.peers import PEERS
+from benchmarks.report import summary, write_report
+from benchmarks.sizes import SIZES
+
+PACKAGES = ("holdfast", "torch", "numpy", "safetensors", "msgspec", "xxhash")
+
+
+def machine(out: Path) -> dict[str, str]:
+    """What the figures belong to."""
+
+    def first(path: str, key: str) -> str:
+        try:
+            with open(path, encoding="utf-8") as file:
+                return next(line.partition(":")[2].strip() for line in file if line.startswith(key))
+        except (OSError, StopIteration):
+            return "unknown"
+
+    memory_kib = first("/proc/meminfo", "MemTotal").split()[0]
+    return {
+        "cpu": first("/proc/cpuinfo", "model name"),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory": f"{int(memory_kib) / (1 << 20):.0f} GiB" if memory_kib.isdigit() else memory_kib,
+        "kernel": platform.release(),
+        "file system": _file_system(out),
+        "python": platform.python_version(),
+    }
+
+
+def _file_system(path: Path) -> str:
+    """The type of the mount that holds ``path``."""
+    found, kind = "", "unknown"
+    with open("/proc/self/mounts", encoding="utf-8") as file:
+        for line in file:
+            _, mount, this_kind, *_ = line.split()
+            inside = str(path.resolve()).startswith(mount.rstrip("/") + "/") or mount == "/"
+            if inside and len(mount) >= len(found):
+                found, kind = mount, this_kind
+    return kind
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def source_of_package() -> str:
+    """Where `holdfast` is found by this interpreter: its workers find it there, too."""
+    spec = importlib.util.find_spec("holdfast")
+    origin = None if spec is None else spec.origin
+    assert origin is not None, "the benchmarks are run with holdfast installed"
+    return str(Path(origin).resolve().parents[1])
+
+
+def run(size: str, out: Path, only: tuple[str, ...] = (), peers: tuple[str, ...] = ()) -> Bench:
+    """Run cases (all by default), one after the other; whatever one of them raises, the next is run."""
+    out = out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(out / "work", ignore_errors=True)
+    bench = Bench(SIZES[size], out, peers, source_of_package())
+    meta = bench.results.meta
+    meta.update(
+        size=size,
+        rounds=bench.size.rounds,
+        command=" ".join(["holdfast bench", *(["--quick"] if size == "quick" else []), *(f"--only {c}" for c in only)]),
+        date=time.strftime("%Y-%m-%d"),
+        machine=machine(out),
+        seconds={},
+    )
+    meta["versions"] = versions() | meta.get("versions", {})
+    began = time.monotonic()
+    for name in only or tuple(CASES):
+        bench.say(f"case {name}: {CASES[name].about}")
+        case_began = time.monotonic()
+        try:
+            CASES[name].run(bench)
+        except Exception as error:
+            traceback.print_exc()
+            bench.problem(name, "runner", f"{type(error).__name__}: {error}")
+        meta["seconds"][name] = round(time.monotonic() - case_began, 1)
+    meta["total_s"] = round(time.monotonic() - began, 1)
+    shutil.rmtree(out / "work", ignore_errors=True)
+    bench.results.write(out / "results.json")
+    return bench
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="holdfast bench", description="Holdfast, its peers and the machine's limit.")
+    parser.add_argument("--quick", action="store_true", help="smaller states, fewer rounds: under four minutes")
+    parser.add_argument("--size", choices=SIZES, default=None, help="full by default")
+    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="on the file system to measure")
+    parser.add_argument("--only", nargs="+", default=[], metavar="CASE", help="of " + ", ".join(CASES))
+    parser.add_argument("--peers", nargs="+", default=[], metavar="PEER", help="of " + ", ".join(PEERS))
+    parser.add_argument("--json", action="store_true", help="print all samples instead of the table")
+    try:
+        args = parser.parse_args(arguments)
+        for given, known, what in ((args.only, CASES, "case"), (args.peers, PEERS, "peer")):
+            for name in given:
+                if name not in known:
+                    parser.error(f"no {what} is called {name!r}; there are: {', '.join(known)}")
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    size = args.size or ("quick" if args.quick else "full")
+    bench = run(size, args.out, tuple(args.only), tuple(args.peers))
+    write_report(bench.results, args.out)
+    if args.json:
+        print((args.out / "results.json").read_text())
+    else:
+        print(summary(bench.results))
+        print(f"\nthe whole report: {args.out / 'report.md'}")
+    ours = [problem for problem in bench.results.problems if problem.ours or problem.contender == "runner"]
+    return 1 if ours else 0

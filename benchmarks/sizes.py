@@ -1,0 +1,101 @@
+"""How much is measured: the full run, the quick one, and one small enough for a test. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Amounts of every case; durations and budgets follow from them.
+
+    rounds: counted rounds of each case, after one that is not. layers, hidden, vocab: of the language model whose
+    weights and AdamW state are case (a). small_tensors, small_bytes: case (b). many_tensors: case (c), 256 bytes each.
+    train_*: case (d), one block is so many iterations with a save every so many. memory_saves, memory_mib: case (g).
+    """
+
+    name: str
+    rounds: int
+    layers: int
+    hidden: int
+    vocab: int
+    small_tensors: int
+    small_bytes: int
+    many_tensors: int
+    slow_rounds: int
+    train_layers: int
+    train_hidden: int
+    train_iterations: int
+    train_every: int
+    train_rounds: int
+    memory_saves: int
+    memory_mib: int
+    engine_starts: int
+    warm_up_s: float
+
+
+SIZES = {
+    size.name: size
+    for size in (
+        Size(
+            name="full",
+            rounds=5,
+            layers=22,
+            hidden=768,
+            vocab=32_000,
+            small_tensors=20_000,
+            small_bytes=106_496,
+            many_tensors=100_000,
+            slow_rounds=5,
+            train_layers=8,
+            train_hidden=512,
+            train_iterations=12,
+            train_every=4,
+            train_rounds=6,
+            memory_saves=200,
+            memory_mib=64,
+            engine_starts=10,
+            warm_up_s=4.0,
+        ),
+        Size(
+            name="quick",
+            rounds=3,
+            layers=22,
+            hidden=256,
+            vocab=8_192,
+            small_tensors=4_000,
+            small_bytes=16_384,
+            many_tensors=20_000,
+            slow_rounds=3,
+            train_layers=4,
+            train_hidden=256,
+            train_iterations=8,
+            train_every=4,
+            train_rounds=3,
+            memory_saves=40,
+            memory_mib=16,
+            engine_starts=5,
+            warm_up_s=1.0,
+        ),
+        Size(
+            name="tiny",
+            rounds=2,
+            layers=2,
+            hidden=64,
+            vocab=256,
+            small_tensors=50,
+            small_bytes=4_096,
+            many_tensors=200,
+            slow_rounds=2,
+            train_layers=1,
+            train_hidden=32,
+            train_iterations=4,
+            train_every=2,
+            train_rounds=2,
+            memory_saves=4,
+            memory_mib=1,
+            engine_starts=2,
+            warm_up_s=0.2,
+        ),
+    )
+}

@@ -1,0 +1,162 @@
+"""Markdown tables of the cases: ratios to the raw limit first, then medians with the range of their rounds. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from benchmarks.peers import PEERS
+from benchmarks.stats import Spread, bootstrap, nbytes, seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from benchmarks.samples import Results
+
+LABELS = {name: peer.label for name, peer in PEERS.items()} | {
+    "holdfast-warmed": "**Holdfast**, warmed up",
+    "torch-checkpointing-warmed": "`torch_checkpointing`, warmed up",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One figure. ``over``: what its ratio is to, as (contender, figure); the raw limit's own as a rule."""
+
+    figure: str
+    title: str
+    over: tuple[str, str] | None = None
+    show: Callable[[float], str] = seconds
+
+
+def plain(value: float) -> str:
+    return f"{value:.2f}"
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.0f} %"
+
+
+SAVE = (
+    Column("durable_s", "until durable", ("raw", "durable_s")),
+    Column("held_s", "training thread held", ("raw", "memcpy_s")),
+    Column("cpu_s", "CPU"),
+)
+SAVE_IDLE = (*SAVE, Column("staging_s", "copies beside training"))
+SAVE_BUSY = (
+    Column("durable_s", "until durable", ("holdfast", "durable_s")),
+    Column("held_s", "training thread held"),
+    Column("cpu_s", "CPU beside training", ("holdfast", "cpu_s")),
+    Column("pace", "trainer's pace meanwhile", None, percent),
+)
+LOAD = (
+    Column("load_s", "load", ("raw", "load_s")),
+    Column("cpu_s", "CPU"),
+    Column("cached", "in the page cache before", None, percent),
+)
+PART = (Column("load_s", "1 % of a tensor", ("raw", "load_s")),)
+MANY = (
+    Column("first_durable_s", "first save, until durable"),
+    Column("first_held_s", "first save, held"),
+    Column("durable_s", "later saves, until durable"),
+    Column("held_s", "later saves, held"),
+)
+FIRST = (
+    Column("ratio", "first / later saves", None, plain),
+    Column("durable_s", "first save, until durable"),
+    Column("held_s", "first save, held"),
+    Column("steady_durable_s", "later saves, until durable"),
+    Column("steady_held_s", "later saves, held"),
+)
+MEMORY = (
+    Column("beside_images", "beside images, at most", None, nbytes),
+    Column("images", "images (memfd)", None, nbytes),
+    Column("growth_bytes", "growth: memory", None, nbytes),
+    Column("growth_fds", "descriptors", None, plain),
+    Column("growth_threads", "threads", None, plain),
+    Column("growth_files", "files", None, plain),
+)
+ENGINE = (Column("ready_s", "ready after"), Column("resident", "its memory", None, nbytes))
+
+TABLES: tuple[tuple[str, str, tuple[Column, ...]], ...] = (
+    ("save", "(a) One rank, idle trainer", SAVE_IDLE),
+    ("save-compute", "(a) One rank, trainer computes on all cores", SAVE_BUSY),
+    ("save-python", "(a) One rank, trainer runs pure Python", SAVE_BUSY),
+    ("save-2", "(a) Two ranks, idle trainer", SAVE_IDLE),
+    ("save-2-compute", "(a) Two ranks, trainer computes on all cores", SAVE_BUSY),
+    ("small", "(b) Many small tensors, save", SAVE_IDLE),
+    ("small-warm", "(b) Many small tensors, load, warm", LOAD),
+    ("small-cold", "(b) Many small tensors, load, cold", LOAD),
+    ("many", "(c) Very many tiny tensors", MANY),
+    ("train", "(d) A training loop with saves", ()),
+    ("first", "(e) The first save", FIRST),
+    ("load-warm", "(f) Load, warm", LOAD),
+    ("load-cold", "(f) Load, cold", LOAD),
+    ("part-warm", "(f) 1 % of a tensor, warm", PART),
+    ("part-cold", "(f) 1 % of a tensor, cold", PART),
+    *(
+        (f"reshard-{before}-{after}-{cache}", f"(f) Saved on {before}, loaded on {after}, {cache}", LOAD)
+        for before, after in ((2, 2), (2, 1), (1, 2))
+        for cache in ("warm", "cold")
+    ),
+    ("memory", "(g) Memory over many saves", MEMORY),
+    ("engine", "(h) The engine process", ENGINE),
+)
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; the first column to the left, figures to the right."""
+    lines = ["| " + " | ".join(header) + " |", "|---|" + "---:|" * (len(header) - 1)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def cell(spread: Spread | None, reference: float | None, show: Callable[[float], str]) -> str:
+    """Ratio first, then the median and the range."""
+    if spread is None:
+        return "-"
+    shown = show(spread.median)
+    if spread.count > 1 and show(spread.low) != show(spread.high):
+        shown += f" [{show(spread.low)}, {show(spread.high)}]"
+    return shown if not reference else f"**{spread.median / reference:.2f}** · {shown}"
+
+
+def case_table(results: Results, case: str, columns: Sequence[Column]) -> str:
+    """All contenders of a case; columns nobody has a figure for are left out."""
+    names = results.contenders(case)
+    columns = [column for column in columns if any(results.values(case, name, column.figure) for name in names)]
+    header = [""] + [column.title + ("" if column.over is None else " (ratio · time)") for column in columns]
+    rows = []
+    for name in names:
+        row = [LABELS.get(name, name)]
+        for column in columns:
+            reference = None if column.over is None else results.median(case, column.over[0], column.over[1])
+            row.append(cell(results.spread(case, name, column.figure), reference, column.show))
+        rows.append(row)
+    return markdown(header, rows)
+
+
+def train_table(results: Results) -> str:
+    """Means with 95 % intervals: a slow-down is a difference, and small against its noise."""
+    rows = []
+    for name in results.contenders("train"):
+        slow = bootstrap(results.values("train", name, "slowdown"))
+        lost = bootstrap(results.values("train", name, "lost_s"))
+        rows.append(
+            [
+                LABELS.get(name, name),
+                f"{100 * slow.mean:.1f} % [{100 * slow.low:.1f}, {100 * slow.high:.1f}]",
+                f"{seconds(lost.mean)} [{seconds(lost.low)}, {seconds(lost.high)}]",
+                *(
+                    cell(results.spread("train", name, figure), None, seconds)
+                    for figure in ("held_s", "cpu_s", "iteration_s", "iteration_with_saves_s")
+                ),
+            ]
+        )
+    header = ["", "slow-down", "lost a save", "held a save", "CPU a save", "iteration, no saves", "with saves"]
+    return markdown(header, rows)
+
+
+def targets_table(rows: Sequence[tuple[str, str, str, str]]) -> str:
+    lines = ["| what | target | reached | |", "|---|---|---|---|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])

@@ -1,0 +1,253 @@
+"""A contender's process: does what the runner says, one line of JSON at a time, and says what it measured.
+
+    python -m benchmarks.worker '{"where": "dcp:Sync", "read_fd": 5, "write_fd": 6, ...}'
+
+With several ranks each is such a process; RANK, WORLD_SIZE and the rest are set as torchrun sets them. Whatever an
+operation raises is answered, with its traceback; the process then goes on with the next one.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import resource
+import sys
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import training
+from benchmarks.busy import Busy, make_busy
+from benchmarks.cpu import resources, tree_cpu_s, tree_memory
+from benchmarks.files import files_of, remove
+from benchmarks.measure import Watch, timed_load, timed_save
+from benchmarks.state import BenchState, Shared, file_nbytes, layout, payload_nbytes, same
+
+if TYPE_CHECKING:
+    from benchmarks.contender import Contender
+
+
+class Worker:
+    """One rank of a contender. Its public methods are the operations."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.folder = Path(spec["folder"])
+        self.folder.mkdir(parents=True, exist_ok=True)
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.world))
+        self.mesh = None
+        if self.world > 1 or spec["group"]:
+            dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+        if self.world > 1:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            self.mesh = init_device_mesh("cpu", (self.world,))
+        module, _, name = spec["where"].partition(":")
+        self.kind: type[Contender] = getattr(importlib.import_module(f"benchmarks.peers.{module}"), name)
+        self.contender: Contender | None = None
+        self.source: Shared | None = None
+        self.target: BenchState | None = None
+        self.busy: dict[str, Busy] = {}
+        self.trainer: training.Trainer | None = None
+        self.saves = 0
+
+    # What is saved and loaded. -----------------------------------------------------------------------------------
+
+    def fill(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Make the shared file, with random tensors in it, and a second one to load into."""
+        entries = layout(state)
+        Shared(state["file"], file_nbytes(entries), create=True).fill(entries)
+        Shared(state["file"] + ".target", file_nbytes(entries), create=True).bytes.zero_()
+        return {"nbytes": payload_nbytes(entries), "tensors": len(entries)}
+
+    def adopt(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Take up this state; what was there before is let go."""
+        self.close()
+        self.source = Shared(state["file"], file_nbytes(layout(state)))
+        self.source.bytes.view(torch.int64).sum()  # its pages are mapped before anything is timed
+        view = BenchState(self.source, state, rank=self.rank, world=self.world, mesh=self.mesh)
+        self.spec = state
+        before = tree_memory(os.getpid())
+        began = time.perf_counter()
+        self.contender = self.kind(view, self.folder, rank=self.rank, world=self.world)
+        self.contender.start()
+        return {"nbytes": view.nbytes, "start_s": time.perf_counter() - began, "others_before": before.others}
+
+    def close(self) -> dict[str, Any]:
+        """Let go of state and contender."""
+        contender, self.contender = self.contender, None
+        if contender is not None:
+            contender.close()
+        self.trainer = self.target = self.source = None
+        gc.collect()
+        return {}
+
+    @property
+    def ready(self) -> Contender:
+        if self.contender is None:
+            raise RuntimeError("no state was adopted")
+        return self.contender
+
+    # Saves and loads. --------------------------------------------------------------------------------------------
+
+    def warm_up(self) -> dict[str, Any]:
+        self.ready.warm_up()
+        return {}
+
+    def save(self, path: str, busy: str, interval_s: float) -> dict[str, float]:
+        if busy not in self.busy:
+            self.busy[busy] = make_busy(busy)
+        contender = self.ready
+        self._together()
+        pending, figures = timed_save(contender, Path(path), self.busy[busy], interval_s)
+        self._together()
+        contender.hand_over(pending, Path(path))
+        return figures
+
+    def load(self, path: str, *, check: bool) -> dict[str, float]:
+        if self.target is None:
+            shared = Shared(self.spec["file"] + ".target", file_nbytes(layout(self.spec)))
+            self.target = BenchState(shared, self.spec, rank=self.rank, world=self.world, mesh=self.mesh)
+            shared.bytes.view(torch.int64).sum()
+        if check and self.rank == 0:
+            self.target.shared.bytes.zero_()
+        contender = self.ready
+        self._together()
+        figures = timed_load(contender, self.target, Path(path))
+        self._together()
+        if check and self.rank == 0 and self.source is not None:
+            wrong = same(self.source, self.target.shared, self.target.entries)
+            if wrong is not None:
+                raise AssertionError(f"{wrong} was not loaded as it was saved")
+        return figures
+
+    def read_part(self, path: str, tensor: str, rows: list[int], *, check: bool) -> dict[str, float]:
+        began = time.perf_counter()
+        part = self.ready.read_part(tensor, (rows[0], rows[1]), Path(path))
+        took = time.perf_counter() - began
+        if check:
+            whole = self.ready.held_state.flat[tensor]
+            if not torch.equal(torch.as_tensor(part), whole[rows[0] : rows[0] + rows[1]]):
+                raise AssertionError(f"rows {rows} of {tensor} were not read as they were saved")
+        return {"load_s": took}
+
+    def memcpy(self) -> dict[str, float]:
+        """Raw only: copies of the state's bytes in memory."""
+        contender: Any = self.ready
+        self._together()
+        return {"held_s": contender.memcpy()}
+
+    def forget_scratch(self) -> dict[str, float]:
+        contender: Any = self.ready
+        contender.forget_scratch()
+        return {}
+
+    # A training loop, and many saves. ----------------------------------------------------------------------------
+
+    def prepare_training(self, shape: dict[str, int]) -> dict[str, Any]:
+        self.close()
+        self.trainer = training.Trainer(**shape)
+        self.contender = training.contender_for(self.kind, self.trainer, self.folder)
+        return {"parameters": self.trainer.parameters, "state_nbytes": self.trainer.state_nbytes}
+
+    def train(self, iterations: int, every: int, path: str) -> dict[str, Any]:
+        assert self.trainer is not None, "prepare_training comes first"
+        cpu_before = tree_cpu_s(os.getpid())
+        figures = self.trainer.block(self.ready if every else None, iterations, every, Path(path))
+        return figures | {"cpu_s": tree_cpu_s(os.getpid()) - cpu_before}
+
+    def save_many(self, count: int, path: str, look_every: int) -> dict[str, Any]:
+        """Saves one after the other, each removed; memory and descriptors from time to time."""
+        looks = []
+        idle = make_busy("idle")
+        for number in range(count):
+            target = Path(f"{path}-{number}")
+            pending = self.ready.save(target)
+            self.ready.before_update()
+            Watch(pending).wait(idle, time.perf_counter() + 60.0)
+            self.ready.hand_over(pending, target)
+            remove(target)
+            self.saves += 1
+            if number % look_every == 0 or number == count - 1:
+                memory = tree_memory(os.getpid())
+                files = len(files_of(self.folder))
+                looks.append(
+                    {"save": self.saves, "images": memory.images, "others": memory.others, "files": files}
+                    | resources(os.getpid())
+                )
+        return {"looks": looks}
+
+    def engine(self) -> dict[str, float]:
+        """Holdfast only: start an engine as a manager does, and end it."""
+        from holdfast.engine.client import EngineClient
+
+        began = time.perf_counter()
+        client = EngineClient(0)
+        client.start()
+        client.wait_ready(30.0)
+        ready_s = time.perf_counter() - began
+        pid = client.pid
+        assert pid is not None, "a ready engine has a pid"
+        memory = tree_memory(pid)
+        client.close(10.0)
+        return {"ready_s": ready_s, "resident": float(memory.others)}
+
+    def facts(self) -> dict[str, Any]:
+        facts = {} if self.contender is None else self.contender.facts()
+        return {"torch": torch.__version__, "threads": torch.get_num_threads(), **facts}
+
+    def _together(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+
+def serve(worker: Worker, reader: Any, writer: Any) -> None:
+    """Answer lines until there are no more."""
+    for line in reader:
+        call = json.loads(line)
+        if call["op"] == "stop":
+            worker.close()
+            writer.write(json.dumps({"result": {}}) + "\n")
+            writer.flush()
+            return
+        try:
+            answer = {"result": getattr(worker, call["op"])(**call["args"])}
+        except BaseException as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}".strip()[:2000]}
+        writer.write(json.dumps(answer) + "\n")
+        writer.flush()
+
+
+def main() -> None:
+    spec = json.loads(sys.argv[1])
+    for fd in (spec["read_fd"], spec["write_fd"]):
+        os.set_inheritable(fd, False)  # noqa: FBT003 - positional only
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    warnings.filterwarnings("ignore")  # peers' own; Holdfast's tests make errors of them
+    reader, writer = os.fdopen(spec["read_fd"], encoding="utf-8"), os.fdopen(spec["write_fd"], "w", encoding="utf-8")
+    try:
+        worker = Worker(spec)
+    except BaseException as error:
+        traceback.print_exc()
+        writer.write(json.dumps({"error": f"{type(error).__name__}: {error}"[:2000]}) + "\n")
+        writer.flush()
+        sys.exit(1)
+    writer.write(json.dumps({"result": worker.facts()}) + "\n")
+    writer.flush()
+    serve(worker, reader, writer)
+    sys.stdout.flush()
+    os._exit(0)  # peers leave threads and processes that would hold up an orderly end
+
+
+if __name__ == "__main__":
+    main()
