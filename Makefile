@@ -3,7 +3,9 @@
 #   make demo         train a small model, kill it in the middle of a save, resume it bit for bit (out/demo/)
 #   make test         the test suite, under 15 minutes on two cores
 #   make check        lint, format, strict types, import contracts, house rules
-#   make bench        save and load against torch.save, dcp.save and the raw disk (out/bench/)
+#   make bench        save and load against every peer and the machine's limit, under 30 minutes (out/bench/)
+#   make bench-quick  the same, smaller, under 4 minutes
+#   make bench-report put the last run into benchmarks/reports/ and its figures into the documentation
 #   make test-full    the slow and large tests too
 #   make test-crash   a hundred kills at random moments
 #
@@ -18,7 +20,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-full test-crash check format bench clean
+.PHONY: help venv demo test test-full test-crash check format bench bench-quick bench-report clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -28,7 +30,7 @@ venv: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Holdfast needs Python 3.10 or newer, this is " + sys.version)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) -c constraints.txt -e ".[demo,test,check]"
+	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) -c constraints.txt -e ".[demo,test,check,bench]"
 	@touch $@
 
 demo: $(READY)
@@ -55,7 +57,13 @@ format: $(READY)
 	$(BIN)/ruff format
 
 bench: $(READY)
-	$(BIN)/python benchmarks/first_light.py --out out/bench
+	$(BIN)/holdfast bench --out out/bench
+
+bench-quick: $(READY)
+	$(BIN)/holdfast bench --quick --out out/bench-quick
+
+bench-report: $(READY)
+	$(BIN)/python -m benchmarks.publish out/bench
 
 clean:
 	rm -rf $(VENV) out dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

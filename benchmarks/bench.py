@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from benchmarks.sizes import Size
 
 OURS = ("raw", "holdfast", "holdfast-eager", "holdfast-unverified")
+ONLY_THOROUGH = ("nvrx", "torchsnapshot")
+"""Not in a quick run, unless asked for."""
 SHARED_FOLDER = Path("/dev/shm")
 INTERVAL_S_PER_GB = 0.25
 
@@ -46,13 +48,17 @@ class Bench:
         self.work = self.out / "work"
         self.work.mkdir(parents=True, exist_ok=True)
         self._pythons: dict[str, str | None] = {}
+        self._kept: dict[tuple[str, int], Worker] = {}
 
     # Who takes part. ---------------------------------------------------------------------------------------------
 
     def peers(self, wanted: Callable[[Peer], bool]) -> list[Peer]:
         """Contenders for a case, raw limit first."""
+        left_out = () if self.size.thorough else ONLY_THOROUGH
         return [
-            peer for peer in PEERS.values() if wanted(peer) and (not self.only_peers or peer.name in self.only_peers)
+            peer
+            for peer in PEERS.values()
+            if wanted(peer) and (peer.name in self.only_peers if self.only_peers else peer.name not in left_out)
         ]
 
     def python(self, case: str, peer: Peer) -> str | None:
@@ -70,12 +76,28 @@ class Bench:
         return self._pythons[peer.name]
 
     def worker(self, case: str, peer: Peer, world: int = 1) -> Worker | None:
-        """Start one; None, with the reason noted, where it doesn't."""
+        """Start one of its own, for the caller to stop; None, with the reason noted, where it doesn't start."""
         started = self._launch(case, [peer], world)
         return started[0] if started else None
 
+    def kept_workers(self, case: str, peers: Iterable[Peer], world: int = 1) -> list[Worker]:
+        """One each, started at most once in a run: most of a start is reading the same libraries."""
+        wanted = list(peers)
+        missing = [peer for peer in wanted if not self._is_kept(peer.name, world)]
+        for worker in self._launch(case, missing, world):
+            self._kept[worker.name, world] = worker
+        return [self._kept[peer.name, world] for peer in wanted if self._is_kept(peer.name, world)]
+
+    def _is_kept(self, name: str, world: int) -> bool:
+        return (name, world) in self._kept and self._kept[name, world].alive
+
+    def close(self) -> None:
+        """End all that was kept."""
+        for worker in self._kept.values():
+            worker.stop()
+
     def _launch(self, case: str, peers: Iterable[Peer], world: int) -> list[Worker]:
-        """Start all at once: most of it is reading the same libraries."""
+        """Start all at once."""
         launched = []
         for peer in peers:
             python = self.python(case, peer)
@@ -107,16 +129,18 @@ class Bench:
     def workers(
         self, case: str, peers: Iterable[Peer], state: dict[str, Any], world: int = 1
     ) -> Iterator[list[Worker]]:
-        """Workers that have taken up ``state``, made here once, in shared memory."""
-        with ExitStack() as stack:
-            started = self._launch(case, peers, world)
-            for worker in started:
-                stack.callback(worker.stop)
-            stack.callback(self._forget, state)
+        """Workers that have taken up ``state``, made here once, in shared memory; they let go of it at the end."""
+        started = self.kept_workers(case, peers, world)
+        try:
             if started:
                 facts = started[0].call("fill", state=state)[0]
                 self.results.cases.setdefault(case, {}).update(facts, world=world)
             yield [worker for worker in started if self.attempt(case, worker, "adopt", state=state) is not None]
+        finally:
+            for worker in started:
+                if worker.alive:
+                    self.attempt(case, worker, "close")
+            self._forget(state)
 
     def state(self, **layout: Any) -> dict[str, Any]:
         """A state's description, with a shared file of its own."""

@@ -150,7 +150,8 @@ class Worker:
         """Let it end, then make sure; never raises."""
         if self.alive:
             with contextlib.suppress(Broken, WorkerFailed):
-                self.call("stop", timeout_s=30.0)
+                self.call("close", timeout_s=30.0)
+                self.call("stop", timeout_s=10.0)  # it just ends
         self._kill()
 
     def _collect(self, deadline: float) -> list[dict[str, Any]]:

@@ -1,7 +1,5 @@
 """Runs the cases and leaves a report: OUT/results.json, OUT/report.md and pictures beside it. Torch-free.
 
-    holdfast bench [--quick] [--out DIR] [--only CASE ...] [--json]
-
 Exit status 0; 1 where Holdfast itself failed or loaded what was not saved; 2 for misuse. Figures never decide it: what
 a shared machine measures is for people to read.
 """
@@ -14,15 +12,25 @@ import importlib.util
 import os
 import platform
 import shutil
+import signal
+import sys
 import time
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.bench import Bench
 from benchmarks.cases import CASES
 from benchmarks.peers import PEERS
 from benchmarks.report import summary, write_report
 from benchmarks.sizes import SIZES
+from benchmarks.targets import reached
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from benchmarks.samples import Results
+    from benchmarks.targets import Reached
 
 PACKAGES = ("holdfast", "torch", "numpy", "safetensors", "msgspec", "xxhash")
 
@@ -95,44 +103,65 @@ def run(size: str, out: Path, only: tuple[str, ...] = (), peers: tuple[str, ...]
     )
     meta["versions"] = versions() | meta.get("versions", {})
     began = time.monotonic()
-    for name in only or tuple(CASES):
-        bench.say(f"case {name}: {CASES[name].about}")
-        case_began = time.monotonic()
-        try:
-            CASES[name].run(bench)
-        except Exception as error:
-            traceback.print_exc()
-            bench.problem(name, "runner", f"{type(error).__name__}: {error}")
-        meta["seconds"][name] = round(time.monotonic() - case_began, 1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an orderly end: workers must not stay behind
+    try:
+        for name in only or [case.name for case in CASES.values() if bench.size.thorough or case.quick]:
+            bench.say(f"case {name}: {CASES[name].about}")
+            case_began = time.monotonic()
+            try:
+                CASES[name].run(bench)
+            except Exception as error:
+                traceback.print_exc()
+                bench.problem(name, "runner", f"{type(error).__name__}: {error}")
+            meta["seconds"][name] = round(time.monotonic() - case_began, 1)
+            meta["total_s"] = round(time.monotonic() - began, 1)
+            bench.results.write(out / "results.json")
+    finally:
+        bench.close()
+        shutil.rmtree(out / "work", ignore_errors=True)
     meta["total_s"] = round(time.monotonic() - began, 1)
-    shutil.rmtree(out / "work", ignore_errors=True)
     bench.results.write(out / "results.json")
     return bench
 
 
+def checked(size: str, only: Sequence[str], peers: Sequence[str]) -> Callable[[Path], Results]:
+    """What to call with a directory to have it run and reported. Raises `ValueError` for a name nobody has."""
+    for given, known, what in (((size,), SIZES, "size"), (only, CASES, "case"), (peers, PEERS, "peer")):
+        for name in given:
+            if name not in known:
+                raise ValueError(f"no {what} is called {name!r}; there are: {', '.join(known)}")
+
+    def run_and_report(out: Path) -> Results:
+        results = run(size, out, tuple(only), tuple(peers)).results
+        write_report(results, out)
+        return results
+
+    return run_and_report
+
+
+def targets(results: Results) -> list[Reached]:
+    """The table of targets, row by row."""
+    return reached(results)
+
+
+def status(results: Results) -> int:
+    """1 where Holdfast or the runner itself failed. What a peer does is its own."""
+    return 1 if any(problem.ours or problem.contender == "runner" for problem in results.problems) else 0
+
+
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="holdfast bench", description="Holdfast, its peers and the machine's limit.")
+    """The same as `holdfast bench`, where the package's command line is not installed."""
+    parser = argparse.ArgumentParser(prog="benchmarks", description="Holdfast, its peers and the machine's limit.")
     parser.add_argument("--quick", action="store_true", help="smaller states, fewer rounds: under four minutes")
     parser.add_argument("--size", choices=SIZES, default=None, help="full by default")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="on the file system to measure")
     parser.add_argument("--only", nargs="+", default=[], metavar="CASE", help="of " + ", ".join(CASES))
     parser.add_argument("--peers", nargs="+", default=[], metavar="PEER", help="of " + ", ".join(PEERS))
-    parser.add_argument("--json", action="store_true", help="print all samples instead of the table")
+    args = parser.parse_args(arguments)
     try:
-        args = parser.parse_args(arguments)
-        for given, known, what in ((args.only, CASES, "case"), (args.peers, PEERS, "peer")):
-            for name in given:
-                if name not in known:
-                    parser.error(f"no {what} is called {name!r}; there are: {', '.join(known)}")
-    except SystemExit as ended:
-        return int(ended.code or 0)
-    size = args.size or ("quick" if args.quick else "full")
-    bench = run(size, args.out, tuple(args.only), tuple(args.peers))
-    write_report(bench.results, args.out)
-    if args.json:
-        print((args.out / "results.json").read_text())
-    else:
-        print(summary(bench.results))
-        print(f"\nthe whole report: {args.out / 'report.md'}")
-    ours = [problem for problem in bench.results.problems if problem.ours or problem.contender == "runner"]
-    return 1 if ours else 0
+        run_and_report = checked(args.size or ("quick" if args.quick else "full"), args.only, args.peers)
+    except ValueError as error:
+        parser.error(str(error))
+    results = run_and_report(args.out)
+    print(summary(results))
+    return status(results)

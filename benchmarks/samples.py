@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -64,20 +64,18 @@ class Results:
         return None if found is None else found.median
 
     def write(self, path: Path) -> None:
-        """All raw samples, so that everything else can be made from them again."""
+        """All raw samples, a line each, so that everything else can be made from them again."""
+
+        def lines(records: list[dict[str, Any]]) -> str:
+            return "[\n" + ",\n".join("  " + json.dumps(record) for record in records) + "\n ]"
+
         content = {
-            "meta": self.meta,
-            "cases": self.cases,
-            "samples": [
-                {"case": s.case, "contender": s.contender, "round": s.round, "counted": s.counted, "figures": s.figures}
-                for s in self.samples
-            ],
-            "problems": [
-                {"case": p.case, "contender": p.contender, "reason": p.reason, "ours": p.ours} for p in self.problems
-            ],
+            "meta": json.dumps(self.meta, indent=2),
+            "cases": json.dumps(self.cases, indent=2),
+            "problems": lines([asdict(problem) for problem in self.problems]),
+            "samples": lines([_rounded(asdict(sample)) for sample in self.samples]),
         }
-        lines = json.dumps(content, indent=1)
-        path.write_text(lines + "\n")
+        path.write_text("{\n" + ",\n".join(f' "{name}": {text}' for name, text in content.items()) + "\n}\n")
 
     @classmethod
     def read(cls, path: Path) -> Results:
@@ -88,3 +86,12 @@ class Results:
             [Problem(**problem) for problem in content["problems"]],
             content["cases"],
         )
+
+
+def _rounded(value: Any) -> Any:
+    """Floats to a microsecond: nothing here is known any better."""
+    if isinstance(value, float):
+        return round(value, 6)
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list) else value

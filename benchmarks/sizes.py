@@ -9,12 +9,15 @@ from dataclasses import dataclass
 class Size:
     """Amounts of every case; durations and budgets follow from them.
 
-    rounds: counted rounds of each case, after one that is not. layers, hidden, vocab: of the language model whose
-    weights and AdamW state are case (a). small_tensors, small_bytes: case (b). many_tensors: case (c), 256 bytes each.
-    train_*: case (d), one block is so many iterations with a save every so many. memory_saves, memory_mib: case (g).
+    thorough: every case with every peer. rounds: counted rounds of each case, after one that is not; slow_rounds: of
+    cases (b) and (c). layers, hidden, vocab: of the language model whose weights and AdamW state are case (a).
+    small_tensors, small_bytes: case (b). many_tensors: case (c), 256 bytes each. train_*: case (d), one block is so
+    many iterations with a save every so many. memory_saves, memory_mib: case (g). warm_up_s: case (e), how long
+    training goes on between the warm-up and the first save.
     """
 
     name: str
+    thorough: bool
     rounds: int
     layers: int
     hidden: int
@@ -39,6 +42,7 @@ SIZES = {
     for size in (
         Size(
             name="full",
+            thorough=True,
             rounds=5,
             layers=22,
             hidden=768,
@@ -59,13 +63,14 @@ SIZES = {
         ),
         Size(
             name="quick",
+            thorough=False,
             rounds=3,
             layers=22,
             hidden=256,
             vocab=8_192,
-            small_tensors=4_000,
+            small_tensors=2_000,
             small_bytes=16_384,
-            many_tensors=20_000,
+            many_tensors=10_000,
             slow_rounds=3,
             train_layers=4,
             train_hidden=256,
@@ -79,6 +84,7 @@ SIZES = {
         ),
         Size(
             name="tiny",
+            thorough=True,
             rounds=2,
             layers=2,
             hidden=64,

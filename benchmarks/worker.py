@@ -8,11 +8,13 @@ operation raises is answered, with its traceback; the process then goes on with 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
 import os
 import resource
+import signal
 import sys
 import time
 import traceback
@@ -26,7 +28,7 @@ import torch.distributed as dist
 
 from benchmarks import training
 from benchmarks.busy import Busy, make_busy
-from benchmarks.cpu import resources, tree_cpu_s, tree_memory
+from benchmarks.cpu import resources, tree_cpu_s, tree_memory, tree_of
 from benchmarks.files import files_of, remove
 from benchmarks.measure import Watch, timed_load, timed_save
 from benchmarks.state import BenchState, Shared, file_nbytes, layout, payload_nbytes, same
@@ -214,10 +216,7 @@ def serve(worker: Worker, reader: Any, writer: Any) -> None:
     for line in reader:
         call = json.loads(line)
         if call["op"] == "stop":
-            worker.close()
-            writer.write(json.dumps({"result": {}}) + "\n")
-            writer.flush()
-            return
+            return  # the end of the pipe is the answer
         try:
             answer = {"result": getattr(worker, call["op"])(**call["args"])}
         except BaseException as error:
@@ -245,8 +244,16 @@ def main() -> None:
     writer.write(json.dumps({"result": worker.facts()}) + "\n")
     writer.flush()
     serve(worker, reader, writer)
+    end()
+
+
+def end() -> None:
+    """End now, with all that was started: peers leave threads and processes that would hold up an orderly end."""
     sys.stdout.flush()
-    os._exit(0)  # peers leave threads and processes that would hold up an orderly end
+    for pid in tree_of(os.getpid())[1:]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    os._exit(0)
 
 
 if __name__ == "__main__":

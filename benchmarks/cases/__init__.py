@@ -15,11 +15,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One that `--only` can name. It may fill several tables (``save`` does: idle, computing, pure Python)."""
+    """One that `--only` can name. It may fill several tables (``save`` does: idle, computing, pure Python).
+
+    quick: whether it is part of a quick run, too.
+    """
 
     name: str
     about: str
     run: Callable[[Bench], None]
+    quick: bool = True
 
 
 CASES = {
@@ -28,7 +32,7 @@ CASES = {
         Case("save", "(a) a model with AdamW on one rank: idle, computing and pure-Python trainer", save.one_rank),
         Case("save-2", "(a) the same on two ranks: idle and computing trainer", save.two_ranks),
         Case("load", "(f) load it, warm and cold, and 1 % of a tensor", load.run),
-        Case("reshard", "(f) load it on another number of ranks", reshard.run),
+        Case("reshard", "(f) load it on another number of ranks", reshard.run, quick=False),
         Case("small", "(b) many small tensors, saved and loaded", small.run),
         Case("many", "(c) very many tiny tensors: planning", many.run),
         Case("train", "(d) a real training loop with saves", train.run),

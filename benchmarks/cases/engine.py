@@ -10,10 +10,6 @@ if TYPE_CHECKING:
 
 def run(bench: Bench) -> None:
     peers = bench.peers(lambda peer: peer.name == "holdfast")
-    for peer in peers:
-        worker = bench.worker("engine", peer)
-        if worker is None:
-            continue
-        with worker:
-            bench.results.cases["engine"] = {"world": 1, "nbytes": 0, "tensors": 0}
-            bench.rounds("engine", [worker], lambda one: one.measure("engine"), counted=bench.size.engine_starts)
+    workers = bench.kept_workers("engine", peers)
+    bench.results.cases["engine"] = {"world": 1, "nbytes": 0, "tensors": 0}
+    bench.rounds("engine", workers, lambda worker: worker.measure("engine"), counted=bench.size.engine_starts)

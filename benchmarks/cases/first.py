@@ -26,7 +26,11 @@ LATER_SAVES = 2
 def run(bench: Bench) -> None:
     """Every sample is a process of its own, so each save that is called first is one."""
     state = bench.language_model(layers=max(1, bench.size.layers // 2))
-    variants = [(peer, warm) for name, warm in VARIANTS for peer in bench.peers(lambda p, n=name: p.name == n)]
+    variants = [
+        (peer, warm)
+        for name, warm in (VARIANTS if bench.size.thorough else VARIANTS[:2])
+        for peer in bench.peers(lambda p, n=name: p.name == n)
+    ]
     if not variants:
         return
     # Whoever fills the state has no part in it.

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from benchmarks.bench import Bench
     from benchmarks.protocol import Worker
 
+QUICK_ON_TWO = ("raw", "holdfast", "holdfast-eager", "dcp-thread")
+
 
 def save_turn(bench: Bench, case: str, worker: Worker, busy: str) -> dict[str, Any]:
     """One save, removed again."""
@@ -37,12 +39,13 @@ def one_rank(bench: Bench) -> None:
 
 
 def two_ranks(bench: Bench) -> None:
-    peers = bench.peers(lambda peer: peer.saves and 2 in peer.worlds)
+    peers = bench.peers(lambda peer: peer.saves and (bench.size.thorough or peer.name in QUICK_ON_TWO))
     with bench.workers("save-2", peers, bench.language_model(), world=2) as workers:
         bench.rounds(
             "save-2", workers, lambda worker: save_turn(bench, "save-2", worker, "idle"), counted=bench.size.rounds
         )
-        _busy(bench, "save-2", workers, ("compute",))
+        if bench.size.thorough:
+            _busy(bench, "save-2", workers, ("compute",))
 
 
 def _busy(bench: Bench, base: str, workers: list[Worker], kinds: tuple[str, ...]) -> None:

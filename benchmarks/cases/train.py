@@ -9,29 +9,28 @@ if TYPE_CHECKING:
     from benchmarks.protocol import Worker
 
 CONTENDERS = ("holdfast", "dcp-thread", "dcp-process", "torch-checkpointing", "nvrx", "torch-save")
+QUICK = ("holdfast", "dcp-thread", "dcp-process", "torch-checkpointing")
 BATCH, LENGTH = 2, 65
 
 
 def run(bench: Bench) -> None:
     size = bench.size
     shape = {"layers": size.train_layers, "hidden": size.train_hidden, "batch": BATCH, "length": LENGTH}
-    workers: list[Worker] = []
+    wanted = CONTENDERS if size.thorough else QUICK
+    workers = bench.kept_workers("train", bench.peers(lambda peer: peer.name in wanted))
+    ready = []
     try:
-        for peer in bench.peers(lambda peer: peer.name in CONTENDERS):
-            worker = bench.worker("train", peer)
-            if worker is None:
-                continue
-            workers.append(worker)
+        for worker in workers:
             facts = bench.attempt("train", worker, "prepare_training", shape=shape)
-            if facts is None:
-                continue
-            bench.results.cases.setdefault("train", {}).update(
-                nbytes=facts["state_nbytes"],
-                parameters=facts["parameters"],
-                iterations=size.train_iterations,
-                every=size.train_every,
-                world=1,
-            )
+            if facts is not None:
+                ready.append(worker)
+                bench.results.cases.setdefault("train", {}).update(
+                    nbytes=facts["state_nbytes"],
+                    parameters=facts["parameters"],
+                    iterations=size.train_iterations,
+                    every=size.train_every,
+                    world=1,
+                )
         turns: dict[str, int] = {}
 
         def turn(worker: Worker) -> dict[str, Any]:
@@ -41,10 +40,11 @@ def run(bench: Bench) -> None:
             figures = {every: _block(bench, worker, every) for every in order}
             return compared(figures[0], figures[size.train_every])
 
-        bench.rounds("train", [worker for worker in workers if worker.alive], turn, counted=size.train_rounds)
+        bench.rounds("train", ready, turn, counted=size.train_rounds)
     finally:
         for worker in workers:
-            worker.stop()
+            if worker.alive:
+                bench.attempt("train", worker, "close")
 
 
 def _block(bench: Bench, worker: Worker, every: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ class Peer:
     """How to start a contender.
 
     where: ``module:class`` below `benchmarks.peers`. asynchronous: the caller trains on while it saves. loads, parts:
-    it takes part in loads, and in partial reads. worlds: numbers of ranks it is run with. reshards: it loads with
+    it takes part in loads, and in partial reads. reshards: it loads with
     another number of ranks than it saved with. packages: what its own environment needs, None for the runner's;
     ``bare`` ones are installed without what they ask for (they'd pull another torch). says: printed below the report.
     """
@@ -21,7 +21,6 @@ class Peer:
     asynchronous: bool = False
     loads: bool = True
     parts: bool = False
-    worlds: tuple[int, ...] = (1, 2)
     reshards: bool = False
     saves: bool = True
     bare: tuple[str, ...] = ()

@@ -1,0 +1,99 @@
+"""Puts a run into the repository: the report into benchmarks/reports, its figures into the documentation.
+
+    make bench-report            or            python -m benchmarks.publish out/bench
+
+Nothing in the documentation that was measured is written by hand: it stands between a pair of markers, and is replaced.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from benchmarks.report import targets_part, write_report
+from benchmarks.samples import Results
+from benchmarks.stats import nbytes, seconds
+from benchmarks.tables import LABELS, markdown, train_table
+
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN, END = "<!-- measured: {name} -->", "<!-- end of measured: {name} -->"
+
+
+def replaced(text: str, name: str, content: str) -> str:
+    """``text`` with what stands between the markers of ``name`` replaced. Raises `ValueError` without them."""
+    begin, end = BEGIN.format(name=name), END.format(name=name)
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"there must be one {begin} and one {end}")
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n\n{content}\n\n{end}{after}"
+
+
+def overview(results: Results) -> str:
+    """One row a contender: held, durable and CPU of a save, pace beside a computing trainer, loads."""
+    columns = (
+        ("save", "held_s", None),
+        ("save", "durable_s", ("save", "raw", "durable_s")),
+        ("save-compute", "cpu_s", None),
+        ("load-warm", "load_s", ("load-warm", "raw", "load_s")),
+        ("load-cold", "load_s", ("load-cold", "raw", "load_s")),
+    )
+    rows = []
+    for name in results.contenders("save"):
+        row = [LABELS.get(name, name)]
+        for case, figure, over in columns:
+            reference = None if over is None else results.median(*over)
+            median = results.median(case, name, figure)
+            row.append("-" if median is None else seconds(median) if not reference else f"{median / reference:.2f}")
+        rows.append(row)
+    header = ["", "caller held", "until durable", "CPU beside training", "load, warm", "load, cold"]
+    return markdown(header, rows)
+
+
+def conditions(results: Results) -> str:
+    """What the figures belong to, in a sentence."""
+    machine, facts = results.meta["machine"], results.cases["save"]
+    return (
+        f"{nbytes(facts['nbytes'])} in {facts['tensors']:,} tensors (a language model with its AdamW state), one rank, "
+        f"{machine['cores']} cores, {machine['file system']}, torch {results.meta['versions']['torch']}, medians of "
+        f"{results.meta['rounds']} rounds in which all take turns, {results.meta['date']}."
+    )
+
+
+def publish(out: Path, root: Path = ROOT) -> list[Path]:
+    """Write all of it; returns what was written."""
+    results = Results.read(out / "results.json")
+    folder = root / "benchmarks" / "reports" / str(results.meta["size"])
+    shutil.rmtree(folder, ignore_errors=True)
+    written = [write_report(results, folder)]
+    results.write(folder / "results.json")
+    parts = {
+        "README.md": {"overview": f"{conditions(results)}\n\n{overview(results)}"},
+        "docs/performance.md": {
+            "conditions": conditions(results),
+            "targets": targets_part(results, measured_only=True),
+            "training": train_table(results),
+        },
+    }
+    for name, contents in parts.items():
+        path = root / name
+        text = path.read_text()
+        for marker, content in contents.items():
+            text = replaced(text, marker, content)
+        path.write_text(text)
+        written.append(path)
+    return written
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1:
+        print(__doc__, file=sys.stderr)
+        return 2
+    for path in publish(Path(arguments[0])):
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
