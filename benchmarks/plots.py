@@ -63,7 +63,7 @@ def _panels(plt: Any, results: Results, panels: list[tuple[str, str, str]], path
 
 def where_time_goes(plt: Any, results: Results, path: Path) -> Path | None:
     """Holdfast's own save, stage by stage, over the raw limits of the same bytes."""
-    case, us = "save", "holdfast-eager"
+    case, us = "eager", "holdfast-eager"
     stages = [
         ("memcpy, the limit", [("copy", results.median(case, "raw", "memcpy_s"), LIMIT)]),
         ("write + fsync, the limit", [("write", results.median(case, "raw", "durable_s"), LIMIT)]),

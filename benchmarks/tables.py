@@ -44,6 +44,12 @@ SAVE = (
     Column("cpu_s", "CPU"),
 )
 SAVE_IDLE = (*SAVE, Column("staging_s", "copies beside training"))
+EAGER = (
+    *SAVE,
+    Column("staging_s", "staging", ("raw", "memcpy_s")),
+    Column("persist_s", "persist", ("raw", "durable_s")),
+    Column("commit_s", "commit"),
+)
 SAVE_BUSY = (
     Column("durable_s", "until durable", ("holdfast", "durable_s")),
     Column("held_s", "training thread held"),
@@ -80,9 +86,11 @@ MEMORY = (
 ENGINE = (Column("ready_s", "ready after"), Column("resident", "its memory", None, nbytes))
 
 TABLES: tuple[tuple[str, str, tuple[Column, ...]], ...] = (
+    ("eager", "(a) One rank, idle trainer, eager staging", EAGER),
     ("save", "(a) One rank, idle trainer", SAVE_IDLE),
     ("save-compute", "(a) One rank, trainer computes on all cores", SAVE_BUSY),
     ("save-python", "(a) One rank, trainer runs pure Python", SAVE_BUSY),
+    ("eager-2", "(a) Two ranks, idle trainer, eager staging", EAGER),
     ("save-2", "(a) Two ranks, idle trainer", SAVE_IDLE),
     ("save-2-compute", "(a) Two ranks, trainer computes on all cores", SAVE_BUSY),
     ("small", "(b) Many small tensors, save", SAVE_IDLE),

@@ -83,10 +83,10 @@ def saving(results: Results) -> Iterable[Reached]:
     yield _amount_row(
         "held by a lazy save, training loop (d)", "<= 5 ms", 0.005, held, "" if held is None else seconds(held)
     )
-    for case, ranks in (("save", "one rank"), ("save-2", "two ranks")):
+    for case, ranks in (("eager", "one rank"), ("eager-2", "two ranks")):
         eager = _over(results.median(case, "holdfast-eager", "held_s"), results.median(case, "raw", "memcpy_s"))
         yield _ratio_row(f"eager staging / warm memcpy, {ranks}", "<=", 1.15, eager, " x")
-    for case, ranks in (("save", "one rank"), ("save-2", "two ranks")):
+    for case, ranks in (("eager", "one rank"), ("eager-2", "two ranks")):
         ours = _sum(
             results.median(case, "holdfast-eager", "persist_s"), results.median(case, "holdfast-eager", "commit_s")
         )

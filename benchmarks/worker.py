@@ -45,6 +45,8 @@ class Worker:
         self.folder = Path(spec["folder"])
         self.folder.mkdir(parents=True, exist_ok=True)
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.world))
+        # Before anything else computes: it finds out which threads are the training thread's team.
+        self.busy: dict[str, Busy] = {"compute": make_busy("compute")}
         self.mesh = None
         if self.world > 1 or spec["group"]:
             dist.init_process_group("gloo", timeout=timedelta(seconds=300))
@@ -57,7 +59,7 @@ class Worker:
         self.contender: Contender | None = None
         self.source: Shared | None = None
         self.target: BenchState | None = None
-        self.busy: dict[str, Busy] = {}
+        self.scratch: Shared | None = None
         self.trainer: training.Trainer | None = None
         self.saves = 0
 
@@ -67,7 +69,7 @@ class Worker:
         """Make the shared file, with random tensors in it, and a second one to load into."""
         entries = layout(state)
         Shared(state["file"], file_nbytes(entries), create=True).fill(entries)
-        Shared(state["file"] + ".target", file_nbytes(entries), create=True).bytes.zero_()
+        Shared(state["file"] + ".target", file_nbytes(entries), create=True)  # takes memory once it is loaded into
         return {"nbytes": payload_nbytes(entries), "tensors": len(entries)}
 
     def adopt(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -88,7 +90,7 @@ class Worker:
         contender, self.contender = self.contender, None
         if contender is not None:
             contender.close()
-        self.trainer = self.target = self.source = None
+        self.trainer = self.target = self.source = self.scratch = None
         gc.collect()
         return {}
 
@@ -142,15 +144,13 @@ class Worker:
         return {"load_s": took}
 
     def memcpy(self) -> dict[str, float]:
-        """Raw only: copies of the state's bytes in memory."""
+        """Raw only: copy the state's bytes to warm memory, the file that loads go to."""
         contender: Any = self.ready
+        if self.scratch is None:
+            self.scratch = Shared(self.spec["file"] + ".target", file_nbytes(layout(self.spec)))
+            contender.memcpy(self.scratch)  # touches it
         self._together()
-        return {"held_s": contender.memcpy()}
-
-    def forget_scratch(self) -> dict[str, float]:
-        contender: Any = self.ready
-        contender.forget_scratch()
-        return {}
+        return {"held_s": contender.memcpy(self.scratch)}
 
     # A training loop, and many saves. ----------------------------------------------------------------------------
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.files import remove
 from benchmarks.peers import PEERS
 
 if TYPE_CHECKING:
-    from typing import Any
-
     from benchmarks.bench import Bench
     from benchmarks.protocol import Worker
 
-QUICK_ON_TWO = ("raw", "holdfast", "holdfast-eager", "dcp-thread")
+QUICK_ON_TWO = ("raw", "holdfast", "dcp-thread")
 
 
 def save_turn(bench: Bench, case: str, worker: Worker, busy: str) -> dict[str, Any]:
@@ -30,8 +28,9 @@ def save_turn(bench: Bench, case: str, worker: Worker, busy: str) -> dict[str, A
 
 
 def one_rank(bench: Bench) -> None:
-    peers = bench.peers(lambda peer: peer.saves)
-    with bench.workers("save", peers, bench.language_model()) as workers:
+    state = bench.language_model()
+    _eager(bench, "eager", state, world=1)
+    with bench.workers("save", bench.peers(lambda peer: peer.saves and not peer.apart), state) as workers:
         bench.rounds(
             "save", workers, lambda worker: save_turn(bench, "save", worker, "idle"), counted=bench.size.rounds
         )
@@ -39,8 +38,12 @@ def one_rank(bench: Bench) -> None:
 
 
 def two_ranks(bench: Bench) -> None:
-    peers = bench.peers(lambda peer: peer.saves and (bench.size.thorough or peer.name in QUICK_ON_TWO))
-    with bench.workers("save-2", peers, bench.language_model(), world=2) as workers:
+    state = bench.language_model()
+    _eager(bench, "eager-2", state, world=2)
+    peers = bench.peers(
+        lambda peer: peer.saves and not peer.apart and (bench.size.thorough or peer.name in QUICK_ON_TWO)
+    )
+    with bench.workers("save-2", peers, state, world=2) as workers:
         bench.rounds(
             "save-2", workers, lambda worker: save_turn(bench, "save-2", worker, "idle"), counted=bench.size.rounds
         )
@@ -48,16 +51,19 @@ def two_ranks(bench: Bench) -> None:
             _busy(bench, "save-2", workers, ("compute",))
 
 
+def _eager(bench: Bench, case: str, state: dict[str, Any], *, world: int) -> None:
+    """Apart from the others, for the sake of memory: each that stays holds a copy of the state."""
+    peers = bench.peers(lambda peer: peer.name in ("raw", "holdfast-eager"))
+    with bench.workers(case, peers, state, world=world) as workers:
+        bench.rounds(case, workers, lambda worker: save_turn(bench, case, worker, "idle"), counted=bench.size.rounds)
+
+
 def _busy(bench: Bench, base: str, workers: list[Worker], kinds: tuple[str, ...]) -> None:
     """Those who save in the background, beside a trainer that works."""
     for kind in kinds:
         case = f"{base}-{kind}"
         bench.results.cases[case] = dict(bench.results.cases[base])
-        taking_part = [
-            worker
-            for worker in workers
-            if worker.alive and PEERS[worker.name].asynchronous and worker.name != "holdfast-eager"
-        ]
+        taking_part = [worker for worker in workers if worker.alive and PEERS[worker.name].asynchronous]
         bench.rounds(
             case,
             taking_part,

@@ -15,17 +15,19 @@ if TYPE_CHECKING:
 QUICK = ("raw", "holdfast", "dcp-save", "safetensors", "torch-save")
 LEFT_OUT = {
     "nvrx": "takes a descriptor for every CPU tensor it hands to its worker",
-    "holdfast-eager": "",
-    "holdfast-unverified": "",
 }
 
 
 def run(bench: Bench) -> None:
     size = bench.size
     state = bench.state(kind="flat", count=size.small_tensors, each=size.small_bytes)
-    peers = bench.peers(lambda peer: peer.saves and peer.name not in LEFT_OUT and (size.thorough or peer.name in QUICK))
+    peers = bench.peers(
+        lambda peer: (
+            peer.saves and not peer.apart and peer.name not in LEFT_OUT and (size.thorough or peer.name in QUICK)
+        )
+    )
     for name, reason in LEFT_OUT.items():
-        if reason and bench.peers(lambda peer, name=name: peer.name == name):
+        if bench.peers(lambda peer, name=name: peer.name == name):
             bench.problem("small", name, f"left out: {reason}")
     rounds = size.slow_rounds
     with bench.workers("small", peers, state) as workers:

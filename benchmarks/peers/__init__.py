@@ -10,7 +10,7 @@ class Peer:
     """How to start a contender.
 
     where: ``module:class`` below `benchmarks.peers`. asynchronous: the caller trains on while it saves. loads, parts:
-    it takes part in loads, and in partial reads. reshards: it loads with
+    it takes part in loads, and in partial reads. apart: measured in a case of its own. reshards: it loads with
     another number of ranks than it saved with. packages: what its own environment needs, None for the runner's;
     ``bare`` ones are installed without what they ask for (they'd pull another torch). says: printed below the report.
     """
@@ -23,6 +23,7 @@ class Peer:
     parts: bool = False
     reshards: bool = False
     saves: bool = True
+    apart: bool = False
     bare: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
     group: bool = False
@@ -64,6 +65,7 @@ PEERS = {
             "holdfast_:Eager",
             asynchronous=True,
             loads=False,
+            apart=True,
             says='the same with `staging="eager"`: all is copied before `save` returns.',
         ),
         Peer(

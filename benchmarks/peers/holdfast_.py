@@ -40,6 +40,7 @@ class Lazy(Contender):
 
     staging: Literal["lazy", "eager"] = "lazy"
     verify = True
+    managers = 0
 
     def start(self) -> None:
         self._step = 0
@@ -48,10 +49,11 @@ class Lazy(Contender):
             self.adopt(self.state.objects)
 
     def adopt(self, objects: dict[str, Any]) -> None:
-        """Save these from now on."""
+        """Save these from now on, to a root of their own."""
+        Lazy.managers += 1
+        self.root = self.folder / f"managed-{Lazy.managers}"
         config = holdfast.CheckpointConfig(every=None, keep=None, staging=self.staging)
-        self.manager_root = self.folder / f"managed-{self._step}"
-        self._manager = holdfast.CheckpointManager(self.manager_root, objects, config=config)
+        self._manager = holdfast.CheckpointManager(self.root, objects, config=config)
 
     @property
     def manager(self) -> holdfast.CheckpointManager:

@@ -8,7 +8,6 @@ all are done.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import threading
 import time
@@ -23,7 +22,7 @@ from benchmarks.files import sync_below
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from benchmarks.state import BenchState
+    from benchmarks.state import BenchState, Shared
 
 CHUNK_BYTES = 8 << 20
 PAGE_BYTES = 4096
@@ -71,8 +70,7 @@ class Raw(Contender):
     direct = True
 
     def start(self) -> None:
-        self._world = max(1, int(os.environ.get("RAW_THREADS", THREADS)) // self.world)
-        self._scratch: mmap.mmap | None = None
+        self._threads = max(1, THREADS // self.world)
 
     def save(self, path: Path) -> Pending:
         # Each rank writes a contiguous part of the file image, page by page: this is what it would be at best.
@@ -84,13 +82,13 @@ class Raw(Contender):
         descriptor = self._open(path / f"{self.rank}.bin")
 
         def write(number: int) -> None:
-            for start, size in chunks[number :: self._world]:
+            for start, size in chunks[number :: self._threads]:
                 done = 0
                 while done < size:
                     done += os.pwrite(descriptor, view[start + done : start + size], start - first + done)
 
         try:
-            in_threads(self._world, write)
+            in_threads(self._threads, write)
         finally:
             os.close(descriptor)
             view.release()
@@ -113,7 +111,7 @@ class Raw(Contender):
         chunks = chunks_of(state.ranges)
 
         def read(number: int) -> None:
-            for start, size in chunks[number :: self._world]:
+            for start, size in chunks[number :: self._threads]:
                 done = 0
                 while done < size:
                     got = os.preadv(descriptor, [view[start + done : start + size]], start + done)
@@ -122,7 +120,7 @@ class Raw(Contender):
                     done += got
 
         try:
-            in_threads(self._world, read)
+            in_threads(self._threads, read)
         finally:
             os.close(descriptor)
             view.release()
@@ -138,27 +136,18 @@ class Raw(Contender):
             os.close(descriptor)
         return torch.frombuffer(buffer, dtype=torch.float32).view(rows[1], *entry.shape[1:])
 
-    def memcpy(self) -> float:
-        """Seconds to copy the state into warm memory, in two threads that hold no lock."""
-        shared = self.held_state.shared
-        if self._scratch is None:
-            self._scratch = mmap.mmap(-1, shared.nbytes)
-            torch.frombuffer(self._scratch, dtype=torch.uint8).fill_(1)
-        target = torch.frombuffer(self._scratch, dtype=torch.uint8).data_ptr()
-        source = shared.bytes.data_ptr()
+    def memcpy(self, scratch: Shared) -> float:
+        """Seconds to copy what this rank holds to other memory, in two threads that hold no lock."""
+        target, source = scratch.bytes.data_ptr(), self.held_state.shared.bytes.data_ptr()
         chunks = chunks_of(self.held_state.ranges)
 
         def copy(number: int) -> None:
-            for start, size in chunks[number :: self._world]:
+            for start, size in chunks[number :: self._threads]:
                 ctypes.memmove(target + start, source + start, size)
 
         begin = time.perf_counter()
-        in_threads(self._world, copy)
+        in_threads(self._threads, copy)
         return time.perf_counter() - begin
-
-    def forget_scratch(self) -> None:
-        """Give the memory of `memcpy` back."""
-        self._scratch = None
 
     def facts(self) -> dict[str, Any]:
         return {"direct": type(self).direct}

@@ -1,0 +1,203 @@
+"""The pure parts of the benchmarks: what is made of samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from benchmarks import publish, stats, tables, targets
+from benchmarks.cases.train import compared
+from benchmarks.cpu import tree_cpu_s, tree_of
+from benchmarks.files import cached_fraction, evict, warm
+from benchmarks.protocol import merged
+from benchmarks.report import render, summary
+from benchmarks.samples import Problem, Results, Sample
+
+
+def results_with(*rows: tuple[str, str, dict[str, float]]) -> Results:
+    """One counted sample a row; an uncounted one ahead of each that would spoil every median."""
+    results = Results(meta={"size": "full", "rounds": 1, "machine": {"cores": "2"}, "versions": {"torch": "2"}})
+    for case, contender, figures in rows:
+        spoilt = dict.fromkeys(figures, 1000000.0)
+        results.samples.append(Sample(case, contender, 0, counted=False, figures=spoilt))
+        results.samples.append(Sample(case, contender, 1, counted=True, figures=figures))
+        results.cases.setdefault(case, {"nbytes": 1 << 20, "tensors": 3, "world": 1})
+    return results
+
+
+def verdict_of(results: Results, what: str) -> str:
+    found = [row for row in targets.reached(results) if row.what.startswith(what)]
+    assert found, what
+    return found[0].verdict
+
+
+def test_spread_is_the_median_and_the_range() -> None:
+    assert stats.Spread.of([3.0, 1.0, 2.0, 10.0]) == stats.Spread(2.5, 1.0, 10.0, 4)
+    with pytest.raises(ValueError, match="no values"):
+        stats.Spread.of([])
+
+
+def test_bootstrap_covers_the_mean_and_narrows_with_more_values() -> None:
+    few, many = stats.bootstrap([1.0, 2.0, 3.0, 4.0, 5.0]), stats.bootstrap([1.0, 2.0, 3.0, 4.0, 5.0] * 20)
+    assert few.low < few.mean == 3.0 < few.high
+    assert many.high - many.low < few.high - few.low
+    assert stats.bootstrap([1.0, 2.0, 3.0, 4.0, 5.0]) == few, "the same samples give the same interval"
+    assert stats.bootstrap([1.0, 3.0]) == stats.Interval(2.0, 1.0, 3.0), "of two values the range is all one can say"
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0.0000123, "12 µs"), (0.0123, "12.3 ms"), (0.5, "0.50 s"), (123.4, "123 s"), (-0.5, "-0.50 s")],
+)
+def test_seconds_have_the_unit_that_fits(value: float, shown: str) -> None:
+    assert stats.seconds(value) == shown
+
+
+@pytest.mark.parametrize(("value", "shown"), [(12, "12 B"), (3 << 20, "3.0 MiB"), (5 << 30, "5.00 GiB")])
+def test_bytes_have_the_unit_that_fits(value: float, shown: str) -> None:
+    assert stats.nbytes(value) == shown
+
+
+def test_only_counted_samples_count() -> None:
+    results = results_with(("save", "holdfast", {"held_s": 0.002}))
+    assert results.values("save", "holdfast", "held_s") == [0.002]
+    assert results.median("save", "holdfast", "durable_s") is None
+
+
+def test_samples_survive_being_written(tmp_path: Path) -> None:
+    results = results_with(("save", "holdfast", {"held_s": 0.002}))
+    results.problems.append(Problem("save", "nvrx", "no wheel", ours=False))
+    results.write(tmp_path / "results.json")
+    back = Results.read(tmp_path / "results.json")
+    assert (back.samples, back.problems, back.cases, back.meta) == (
+        results.samples,
+        results.problems,
+        results.cases,
+        results.meta,
+    )
+
+
+def test_a_target_is_reached_missed_by_a_factor_or_not_measured() -> None:
+    good = results_with(("save", "holdfast", {"held_s": 0.004}))
+    bad = results_with(("save", "holdfast", {"held_s": 0.010}))
+    row = "held by a lazy save, idle trainer"
+    assert verdict_of(good, row) == "ok"
+    assert verdict_of(bad, row) == "not reached: 2.00x off"
+    assert verdict_of(Results(), row) == "not measured"
+
+
+def test_the_best_peer_is_neither_the_limit_nor_holdfast() -> None:
+    results = results_with(
+        ("save-compute", "raw", {"durable_s": 0.1, "cpu_s": 0.1}),
+        ("save-compute", "holdfast-eager", {"durable_s": 0.1, "cpu_s": 0.1}),
+        ("save-compute", "holdfast", {"durable_s": 0.5, "cpu_s": 0.2}),
+        ("save-compute", "dcp-thread", {"durable_s": 2.0, "cpu_s": 4.0}),
+        ("save-compute", "torch-checkpointing", {"durable_s": 3.0, "cpu_s": 1.0}),
+    )
+    assert targets.best_peer(results, "save-compute", "durable_s") == ("dcp-thread", 2.0)
+    assert verdict_of(results, "until durable / best peer, computing") == "ok"
+    assert verdict_of(results, "CPU seconds / that peer's, computing") == "ok", "0.2 s of that very peer's 4 s"
+
+
+def test_faster_than_is_a_target_from_below() -> None:
+    rows = (("load-warm", "holdfast", {"load_s": 0.2}), ("load-warm", "dcp-save", {"load_s": 0.5}))
+    assert verdict_of(results_with(*rows), "load, warm: times faster") == "not reached: 1.20x off"
+    rows = (*rows[:1], ("load-warm", "dcp-save", {"load_s": 0.7}))
+    assert verdict_of(results_with(*rows), "load, warm: times faster") == "ok"
+
+
+def test_a_slow_down_too_small_to_be_seen_is_no_gain() -> None:
+    results = results_with(
+        ("train", "holdfast", {"slowdown": -0.01, "lost_s": -0.001}),
+        ("train", "dcp-thread", {"slowdown": 0.2, "lost_s": 0.3}),
+    )
+    assert verdict_of(results, "slow-down of the training loop") == "ok"
+    row = next(row for row in targets.reached(results) if row.what.startswith("slow-down"))
+    assert row.value == 0.0
+
+
+def test_a_pair_of_blocks_gives_what_each_save_cost() -> None:
+    without = {"block_s": 10.0, "cpu_s": 20.0, "iterations_s": [1.0] * 10}
+    with_saves = {"block_s": 11.0, "cpu_s": 21.0, "iterations_s": [1.1] * 10, "saves": 4, "held_s": 0.1, "drain_s": 0.0}
+    figures = compared(without, with_saves)
+    assert figures["slowdown"] == pytest.approx(0.1)
+    assert figures["lost_s"] == pytest.approx(0.25)
+    assert figures["cpu_s"] == pytest.approx(0.25)
+
+
+def test_ranks_are_merged_to_the_slowest() -> None:
+    answers = [{"durable_s": 1.0, "cpu_s": 0.5, "pace": 0.9}, {"durable_s": 2.0, "cpu_s": 0.25, "pace": 0.5}]
+    assert merged(answers) == {"durable_s": 2.0, "cpu_s": 0.75, "pace": 0.5}
+
+
+def test_cells_show_the_ratio_first() -> None:
+    spread = stats.Spread(0.5, 0.4, 0.6, 5)
+    assert tables.cell(spread, 0.25, stats.seconds) == "**2.00** · 0.50 s [0.40 s, 0.60 s]"
+    assert tables.cell(spread, None, stats.seconds) == "0.50 s [0.40 s, 0.60 s]"
+    assert tables.cell(None, 0.25, stats.seconds) == "-"
+
+
+def test_the_report_says_what_did_not_run_and_why() -> None:
+    results = results_with(
+        ("save", "raw", {"durable_s": 0.5, "memcpy_s": 0.1, "held_s": 0.5}),
+        ("save", "holdfast", {"durable_s": 1.0, "held_s": 0.002}),
+    )
+    results.problems.append(Problem("save", "nvrx", "no wheel | here", ours=False))
+    text = render(results)
+    assert "| `nvidia-resiliency-ext` | save | no wheel / here |" in text
+    assert "**2.00** · 1.00 s" in text
+    assert "did not run: nvrx (save): no wheel" in summary(results)
+
+
+def test_documentation_is_replaced_between_markers_only() -> None:
+    text = "before\n<!-- measured: x -->\nold\n<!-- end of measured: x -->\nafter\n"
+    once = publish.replaced(text, "x", "new")
+    assert once == "before\n<!-- measured: x -->\n\nnew\n\n<!-- end of measured: x -->\nafter\n"
+    assert publish.replaced(once, "x", "new") == once
+    with pytest.raises(ValueError, match="there must be one"):
+        publish.replaced(text, "y", "new")
+
+
+def test_the_documentation_has_every_marker_that_is_published(tmp_path: Path) -> None:
+    results = results_with(
+        ("save", "raw", {"durable_s": 0.5, "memcpy_s": 0.1, "held_s": 0.5}),
+        ("save", "holdfast", {"durable_s": 1.0, "held_s": 0.002}),
+        ("train", "holdfast", {"slowdown": 0.01, "lost_s": 0.001}),
+    )
+    results.meta |= {"date": "today", "machine": {"cores": "2", "file system": "ext4"}}
+    (tmp_path / "out").mkdir()
+    results.write(tmp_path / "out" / "results.json")
+    for name in ("README.md", "docs/performance.md"):
+        copy = tmp_path / name
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text((publish.ROOT / name).read_text())
+    written = publish.publish(tmp_path / "out", tmp_path)
+    assert tmp_path / "docs" / "performance.md" in written
+    assert "2 cores, ext4" in (tmp_path / "README.md").read_text()
+    assert (tmp_path / "benchmarks" / "reports" / "full" / "report.md").exists()
+
+
+def test_the_page_cache_is_warmed_and_evicted(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with path.open("wb") as file:
+        file.write(bytes(8 << 20))
+        file.flush()
+        import os
+
+        os.fsync(file.fileno())
+    warm(path)
+    if cached_fraction(path) < 1.0:
+        pytest.skip("this file system does not say what is in the page cache")
+    evict(path)
+    assert cached_fraction(path) < 0.5
+
+
+def test_cpu_seconds_of_children_are_counted() -> None:
+    import os
+    import subprocess
+    import sys
+
+    before = tree_cpu_s(os.getpid())
+    subprocess.run([sys.executable, "-c", "for _ in range(6_000_000): pass"], check=True, timeout=60)
+    assert tree_cpu_s(os.getpid()) - before > 0.02
+    assert os.getpid() in tree_of(os.getpid())
