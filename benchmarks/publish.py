@@ -1,7 +1,8 @@
 """Puts a run into the repository: the report into benchmarks/reports, its figures into the documentation.
 
-    make bench-report            or            python -m benchmarks.publish out/bench
+    make bench-report            or            python -m benchmarks.publish out/bench [...]
 
+Several runs of the same size (of different cases, by `--only`) are put together, the last one that has a case counts.
 Nothing in the documentation that was measured is written by hand: it stands between a pair of markers, and is replaced.
 """
 
@@ -10,11 +11,15 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.report import targets_part, write_report
-from benchmarks.samples import Results
+from benchmarks.samples import Results, merged
 from benchmarks.stats import nbytes, seconds
 from benchmarks.tables import LABELS, markdown, train_table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- measured: {name} -->", "<!-- end of measured: {name} -->"
@@ -61,22 +66,47 @@ def conditions(results: Results) -> str:
     )
 
 
-def publish(out: Path, root: Path = ROOT) -> list[Path]:
-    """Write all of it; returns what was written."""
-    results = Results.read(out / "results.json")
+def pictures(folder: Path, where: str, **titles: str) -> str:
+    """Those of ``titles`` that were drawn, as Markdown; ``where``: the folder, from the page."""
+    found = [f"![{title}]({where}/{name}.png)" for name, title in titles.items() if (folder / f"{name}.png").exists()]
+    return "\n\n".join(found) or "There are no pictures of this run."
+
+
+def performance_page(results: Results, folder: Path) -> dict[str, str]:
+    """What stands between the markers of docs/performance.md."""
+    where = f"../benchmarks/reports/{folder.name}"
+    kind = {"full": "It was a full run.", "quick": "It was a quick run: smaller states, fewer rounds, fewer peers."}
+    return {
+        "report": f"The [whole report]({where}/report.md) has every contender, case, version and command, and [all "
+        f"samples]({where}/results.json) are beside it. {kind.get(folder.name, '')}".strip(),
+        "stages": pictures(
+            folder, where, **{"where-time-goes": "One eager save, stage by stage, below what the machine does at best."}
+        ),
+        "conditions": conditions(results),
+        "targets": targets_part(results, measured_only=True),
+        "training": train_table(results),
+        "pictures": pictures(
+            folder,
+            where,
+            saves="Saves: until durable, CPU seconds, training thread held.",
+            loads="Loads, and many small tensors.",
+            training="Slow-down of a training loop by its saves.",
+        ),
+    }
+
+
+def publish(runs: Sequence[Path], root: Path = ROOT) -> list[Path]:
+    """Write all of it; returns what was written. Of several runs, the last one that has a case counts."""
+    results = merged([Results.read(out / "results.json") for out in runs])
     folder = root / "benchmarks" / "reports" / str(results.meta["size"])
     shutil.rmtree(folder, ignore_errors=True)
     written = [write_report(results, folder)]
     results.write(folder / "results.json")
-    parts = {
+    pages = {
         "README.md": {"overview": f"{conditions(results)}\n\n{overview(results)}"},
-        "docs/performance.md": {
-            "conditions": conditions(results),
-            "targets": targets_part(results, measured_only=True),
-            "training": train_table(results),
-        },
+        "docs/performance.md": performance_page(results, folder),
     }
-    for name, contents in parts.items():
+    for name, contents in pages.items():
         path = root / name
         text = path.read_text()
         for marker, content in contents.items():
@@ -87,10 +117,10 @@ def publish(out: Path, root: Path = ROOT) -> list[Path]:
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 1:
+    if not arguments:
         print(__doc__, file=sys.stderr)
         return 2
-    for path in publish(Path(arguments[0])):
+    for path in publish([Path(argument) for argument in arguments]):
         print(path)
     return 0
 

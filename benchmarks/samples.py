@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.stats import Spread
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,25 @@ class Results:
             [Problem(**problem) for problem in content["problems"]],
             content["cases"],
         )
+
+
+def merged(runs: Sequence[Results]) -> Results:
+    """Several runs as one: of each case, the last run that has it. Raises `ValueError` if they measured other sizes."""
+    sizes = {run.meta.get("size") for run in runs}
+    if len(sizes) != 1:
+        raise ValueError(f"runs of different sizes can't be put together: {', '.join(sorted(map(str, sizes)))}")
+    last = {case: number for number, run in enumerate(runs) for case in run.cases}
+    whole = Results(meta=dict(runs[-1].meta))
+    whole.meta["command"] = "; ".join(run.meta.get("command", "") for run in runs)
+    whole.meta["seconds"] = {name: value for run in runs for name, value in run.meta.get("seconds", {}).items()}
+    whole.meta["total_s"] = round(sum(whole.meta["seconds"].values()), 1)
+    whole.meta["versions"] = {name: value for run in runs for name, value in run.meta.get("versions", {}).items()}
+    for number, run in enumerate(runs):
+        mine = {case for case, latest in last.items() if latest == number}
+        whole.cases |= {case: facts for case, facts in run.cases.items() if case in mine}
+        whole.samples += [sample for sample in run.samples if sample.case in mine]
+        whole.problems += [problem for problem in run.problems if last.get(problem.case, number) == number]
+    return whole
 
 
 def _rounded(value: Any) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from benchmarks.files import cached_fraction, evict, warm
 from benchmarks.protocol import merged
 from benchmarks.report import render, summary
 from benchmarks.samples import Problem, Results, Sample
+from benchmarks.samples import merged as put_together
 
 
 def results_with(*rows: tuple[str, str, dict[str, float]]) -> Results:
@@ -75,6 +79,19 @@ def test_samples_survive_being_written(tmp_path: Path) -> None:
         results.cases,
         results.meta,
     )
+
+
+def test_runs_of_several_cases_are_put_together_the_last_one_counts() -> None:
+    first = results_with(("save", "holdfast", {"held_s": 1.0}), ("load-warm", "holdfast", {"load_s": 1.0}))
+    second = results_with(("save", "holdfast", {"held_s": 2.0}))
+    second.problems.append(Problem("save", "nvrx", "no wheel", ours=False))
+    whole = put_together([first, second])
+    assert whole.values("save", "holdfast", "held_s") == [2.0]
+    assert whole.values("load-warm", "holdfast", "load_s") == [1.0]
+    assert whole.problems == second.problems
+    second.meta["size"] = "quick"
+    with pytest.raises(ValueError, match="different sizes"):
+        put_together([first, second])
 
 
 def test_a_target_is_reached_missed_by_a_factor_or_not_measured() -> None:
@@ -171,7 +188,7 @@ def test_the_documentation_has_every_marker_that_is_published(tmp_path: Path) ->
         copy = tmp_path / name
         copy.parent.mkdir(exist_ok=True)
         copy.write_text((publish.ROOT / name).read_text())
-    written = publish.publish(tmp_path / "out", tmp_path)
+    written = publish.publish([tmp_path / "out"], tmp_path)
     assert tmp_path / "docs" / "performance.md" in written
     assert "2 cores, ext4" in (tmp_path / "README.md").read_text()
     assert (tmp_path / "benchmarks" / "reports" / "full" / "report.md").exists()
@@ -182,8 +199,6 @@ def test_the_page_cache_is_warmed_and_evicted(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.write(bytes(8 << 20))
         file.flush()
-        import os
-
         os.fsync(file.fileno())
     warm(path)
     if cached_fraction(path) < 1.0:
@@ -193,10 +208,6 @@ def test_the_page_cache_is_warmed_and_evicted(tmp_path: Path) -> None:
 
 
 def test_cpu_seconds_of_children_are_counted() -> None:
-    import os
-    import subprocess
-    import sys
-
     before = tree_cpu_s(os.getpid())
     subprocess.run([sys.executable, "-c", "for _ in range(6_000_000): pass"], check=True, timeout=60)
     assert tree_cpu_s(os.getpid()) - before > 0.02
