@@ -83,7 +83,7 @@ PEERS = {
             asynchronous=True,
             loads=False,
             group=True,
-            says="`AsyncCheckpointerType.THREAD` with one `DefaultStager` kept from save to save.",
+            says="`AsyncCheckpointerType.THREAD` with one `DefaultStager` kept from save to save, and plans cached.",
         ),
         Peer(
             "dcp-process",
@@ -92,7 +92,8 @@ PEERS = {
             asynchronous=True,
             loads=False,
             group=True,
-            says="`AsyncCheckpointerType.PROCESS` with one shared-memory `DefaultStager` kept from save to save.",
+            says="`AsyncCheckpointerType.PROCESS` with one shared-memory `DefaultStager` kept from save to save, "
+            "and plans cached.",
         ),
         Peer(
             "torch-checkpointing",

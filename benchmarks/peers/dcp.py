@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -65,6 +66,7 @@ class Thread(Contender):
             checkpoint_id=str(path),
             async_checkpointer_type=self.kind,
             async_stager=self._stager,
+            planner=DefaultSavePlanner(enable_plan_caching=True),
         )
         self._staged = getattr(response, "staging_completion", None)
         return InFlight(response)
