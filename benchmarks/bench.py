@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.cpu import available_bytes
 from benchmarks.files import remove
 from benchmarks.peers import PEERS, Peer
 from benchmarks.protocol import Broken, Worker, WorkerFailed
@@ -148,9 +149,12 @@ class Bench:
         return {"file": str(folder / f"holdfast-bench-{os.getpid()}-{time.monotonic_ns()}"), **layout}
 
     def language_model(self, *, layers: int | None = None) -> dict[str, Any]:
-        """Case (a)'s state."""
+        """Case (a)'s state; smaller where memory is short, which the report shows."""
         size = self.size
-        return self.state(kind="lm", layers=layers or size.layers, hidden=size.hidden, vocab=size.vocab)
+        fit = size.layers_that_fit(available_bytes())
+        if fit < size.layers:
+            self.say(f"memory is short: {fit} layers of {size.layers}")
+        return self.state(kind="lm", layers=min(fit, layers or fit), hidden=size.hidden, vocab=size.vocab)
 
     @staticmethod
     def _forget(state: dict[str, Any]) -> None:

@@ -67,6 +67,12 @@ def threads_cpu_s(tids: Iterable[int]) -> float:
     return total / 1e9
 
 
+def available_bytes() -> int:
+    """Memory that processes could still have, by the kernel's estimate."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
+
+
 @dataclass(frozen=True, slots=True)
 class Memory:
     """Proportional set size of a process tree, bytes: images apart from all else."""

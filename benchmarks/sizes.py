@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+COPIES = 8.5
+"""Of the state, at most at a time: itself, where loads go, what contenders keep staged, and what one of them writes."""
+PROCESSES_BYTES = 3 << 30
+
 
 @dataclass(frozen=True, slots=True)
 class Size:
@@ -35,6 +39,19 @@ class Size:
     memory_mib: int
     engine_starts: int
     warm_up_s: float
+
+    def language_model_nbytes(self, layers: int) -> int:
+        """Weights and both moments of case (a)'s model, if it had so many layers."""
+        inner = self.hidden * 8 // 3
+        each = 4 * self.hidden * self.hidden + 3 * self.hidden * inner + 2 * self.hidden
+        return 12 * (layers * each + (self.vocab + 1) * self.hidden)
+
+    def layers_that_fit(self, available: int) -> int:
+        """How many of its layers leave memory for all who copy the state; all of them on most machines."""
+        layers = self.layers
+        while layers > 1 and COPIES * self.language_model_nbytes(layers) + PROCESSES_BYTES > available:
+            layers -= 1
+        return layers
 
 
 SIZES = {

@@ -16,6 +16,7 @@ from benchmarks.protocol import merged
 from benchmarks.report import render, summary
 from benchmarks.samples import Problem, Results, Sample
 from benchmarks.samples import merged as put_together
+from benchmarks.sizes import COPIES, SIZES
 
 
 def results_with(*rows: tuple[str, str, dict[str, float]]) -> Results:
@@ -33,6 +34,15 @@ def verdict_of(results: Results, what: str) -> str:
     found = [row for row in targets.reached(results) if row.what.startswith(what)]
     assert found, what
     return found[0].verdict
+
+
+def test_the_state_is_two_gibibytes_and_smaller_where_memory_is_short() -> None:
+    size = SIZES["full"]
+    assert size.language_model_nbytes(size.layers) / (1 << 30) == pytest.approx(2.0, rel=0.02)
+    assert size.layers_that_fit(64 << 30) == size.layers
+    fit = size.layers_that_fit(12 << 30)
+    assert 1 < fit < size.layers
+    assert COPIES * size.language_model_nbytes(fit) < 12 << 30
 
 
 def test_spread_is_the_median_and_the_range() -> None:
