@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from benchmarks.sizes import Size
 
 OURS = ("raw", "holdfast", "holdfast-eager", "holdfast-unverified")
-ONLY_THOROUGH = ("nvrx", "torchsnapshot")
+ONLY_THOROUGH = ("dcp-process", "nvrx", "torchsnapshot")
 """Not in a quick run, unless asked for."""
 SHARED_FOLDER = Path("/dev/shm")
 INTERVAL_S_PER_GB = 0.25

@@ -37,9 +37,16 @@ def load_turn(worker: Worker, path: Path, cache: str, *, check: bool) -> dict[st
     return worker.measure("load", path=str(path), check=check) | {"cached": cached}
 
 
-def run_loads(bench: Bench, base: str, workers: list[Worker], saved: dict[str, Path], rounds: int) -> None:
-    """Rounds of loads, warm and cold by turns; what was loaded is compared in the first and the last."""
-    for cache in CACHES:
+def run_loads(
+    bench: Bench,
+    base: str,
+    workers: list[Worker],
+    saved: dict[str, Path],
+    rounds: int,
+    caches: tuple[str, ...] = CACHES,
+) -> None:
+    """Rounds of loads, warm, then cold; what was loaded is compared in the first and the last."""
+    for cache in caches:
         case = f"{base}-{cache}"
         bench.results.cases[case] = dict(bench.results.cases[base]) | {"cache": cache}
         seen: dict[str, int] = {}
@@ -60,7 +67,10 @@ def run(bench: Bench) -> None:
             saved["holdfast-unverified"] = saved["holdfast"]
         try:
             run_loads(bench, "load", workers, saved, rounds)
-            _parts(bench, [worker for worker in workers if PEERS[worker.name].parts and worker.name in saved], saved)
+            if bench.size.thorough:
+                _parts(
+                    bench, [worker for worker in workers if PEERS[worker.name].parts and worker.name in saved], saved
+                )
         finally:
             for path in saved.values():
                 remove(path)

@@ -18,7 +18,7 @@ LOOKS = 20
 def run(bench: Bench) -> None:
     size = bench.size
     state = bench.state(kind="flat", count=size.memory_mib, each=EACH_BYTES)
-    wanted = CONTENDERS if size.thorough else CONTENDERS[:2]
+    wanted = CONTENDERS if size.thorough else CONTENDERS[:1]
     peers = bench.peers(lambda peer: peer.name in wanted)
     with bench.workers("memory", peers, state) as workers:
         bench.results.cases["memory"]["saves"] = size.memory_saves

@@ -39,7 +39,8 @@ def one_rank(bench: Bench) -> None:
 
 def two_ranks(bench: Bench) -> None:
     state = bench.language_model()
-    _eager(bench, "eager-2", state, world=2)
+    if bench.size.thorough:
+        _eager(bench, "eager-2", state, world=2)
     peers = bench.peers(
         lambda peer: peer.saves and not peer.apart and (bench.size.thorough or peer.name in QUICK_ON_TWO)
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from benchmarks.cases.load import run_loads, save_once
+from benchmarks.cases.load import CACHES, run_loads, save_once
 from benchmarks.cases.save import save_turn
 from benchmarks.files import remove
 from benchmarks.peers import PEERS
@@ -12,7 +12,7 @@ from benchmarks.peers import PEERS
 if TYPE_CHECKING:
     from benchmarks.bench import Bench
 
-QUICK = ("raw", "holdfast", "dcp-save", "safetensors", "torch-save")
+QUICK = ("raw", "holdfast", "dcp-save")
 LEFT_OUT = {
     "nvrx": "takes a descriptor for every CPU tensor it hands to its worker",
 }
@@ -35,7 +35,7 @@ def run(bench: Bench) -> None:
         loading = [worker for worker in workers if worker.alive and PEERS[worker.name].loads]
         saved = save_once(bench, "small", loading)
         try:
-            run_loads(bench, "small", loading, saved, rounds)
+            run_loads(bench, "small", loading, saved, rounds, CACHES if size.thorough else ("warm",))
         finally:
             for path in saved.values():
                 remove(path)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from benchmarks.protocol import Worker
 
 CONTENDERS = ("holdfast", "dcp-thread", "dcp-process", "torch-checkpointing", "nvrx", "torch-save")
-QUICK = ("holdfast", "dcp-thread", "dcp-process", "torch-checkpointing")
+QUICK = ("holdfast", "dcp-thread", "torch-checkpointing")
 BATCH, LENGTH = 2, 65
 
 
