@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 OURS = ("raw", "holdfast", "holdfast-eager", "holdfast-unverified")
 ONLY_THOROUGH = ("dcp-process", "nvrx", "torchsnapshot")
 """Not in a quick run, unless asked for."""
+LEAST_ROUNDS = 3
 SHARED_FOLDER = Path("/dev/shm")
 INTERVAL_S_PER_GB = 0.25
 
@@ -168,16 +169,35 @@ class Bench:
         return INTERVAL_S_PER_GB * self.results.cases[case]["nbytes"] / 1e9
 
     def rounds(self, case: str, workers: list[Worker], turn: Turn, *, counted: int, first: int = 0) -> None:
-        """Let all take turns, ``counted`` rounds after round 0, which is not; ``first=1`` leaves that one out."""
+        """Let all take turns, ``counted`` rounds after round 0, which is not; ``first=1`` leaves that one out.
+
+        Where they take longer than a case may, the slowest have as many rounds as a median needs, and no more.
+        """
         left = list(workers)
+        spent_s = dict.fromkeys((worker.name for worker in workers), 0.0)
         for number in range(first, counted + 1):
+            if number > LEAST_ROUNDS:
+                left = self._within_budget(case, left, spent_s)
             for worker in list(left):
+                began = time.monotonic()
                 figures = self._turn(case, worker, turn)
+                spent_s[worker.name] += time.monotonic() - began
                 if figures is None:
                     left.remove(worker)
                 else:
                     self.record(case, worker.name, number, figures, counted=number > 0)
             self.say(f"{case}: round {number} of {counted}" + ("" if number else " (not counted)"))
+
+    def _within_budget(self, case: str, workers: list[Worker], spent_s: dict[str, float]) -> list[Worker]:
+        """Without those that take more than their share, once the case has taken all of its time."""
+        total_s = sum(spent_s.values())
+        if total_s <= self.size.rounds_budget_s:
+            return workers
+        share_s = total_s / len(spent_s)
+        slow = [worker.name for worker in workers if spent_s[worker.name] > share_s]
+        if slow:
+            self.say(f"{case}: {', '.join(slow)}: enough rounds for the time they take")
+        return [worker for worker in workers if worker.name not in slow]
 
     def _turn(self, case: str, worker: Worker, turn: Turn) -> dict[str, Any] | None:
         os.sync()  # what the one before has left is not this one's to write

@@ -13,23 +13,23 @@ PROCESSES_BYTES = 3 << 30
 class Size:
     """Amounts of every case; durations and budgets follow from them.
 
-    thorough: every case with every peer. rounds: counted rounds of each case, after one that is not; slow_rounds: of
-    cases (b) and (c). layers, hidden, vocab: of the language model whose weights and AdamW state are case (a).
-    small_tensors, small_bytes: case (b). many_tensors: case (c), 256 bytes each. train_*: case (d), one block is so
-    many iterations with a save every so many. memory_saves, memory_mib: case (g). warm_up_s: case (e), how long
-    training goes on between the warm-up and the first save.
+    thorough: every case with every peer. rounds: counted rounds of each case, after one that is not; rounds_budget_s:
+    once these have taken so long, the slowest have no more than three. layers, hidden, vocab: of the language model
+    whose weights and AdamW state are case (a). small_tensors, small_bytes: case (b). many_tensors: case (c), 256 bytes
+    each. train_*: case (d), one block is so many iterations with a save every so many. memory_saves, memory_mib: case
+    (g). warm_up_s: case (e), how long training goes on between the warm-up and the first save.
     """
 
     name: str
     thorough: bool
     rounds: int
+    rounds_budget_s: float
     layers: int
     hidden: int
     vocab: int
     small_tensors: int
     small_bytes: int
     many_tensors: int
-    slow_rounds: int
     train_layers: int
     train_hidden: int
     train_iterations: int
@@ -61,34 +61,34 @@ SIZES = {
             name="full",
             thorough=True,
             rounds=5,
+            rounds_budget_s=180.0,
             layers=22,
             hidden=768,
             vocab=32_000,
             small_tensors=20_000,
             small_bytes=106_496,
             many_tensors=100_000,
-            slow_rounds=5,
             train_layers=8,
             train_hidden=512,
-            train_iterations=12,
-            train_every=4,
+            train_iterations=9,
+            train_every=3,
             train_rounds=6,
             memory_saves=200,
-            memory_mib=64,
+            memory_mib=16,
             engine_starts=10,
-            warm_up_s=4.0,
+            warm_up_s=3.0,
         ),
         Size(
             name="quick",
             thorough=False,
             rounds=3,
+            rounds_budget_s=25.0,
             layers=22,
             hidden=256,
             vocab=8_192,
             small_tensors=2_000,
             small_bytes=16_384,
             many_tensors=10_000,
-            slow_rounds=3,
             train_layers=4,
             train_hidden=256,
             train_iterations=8,
@@ -103,13 +103,13 @@ SIZES = {
             name="tiny",
             thorough=True,
             rounds=2,
+            rounds_budget_s=25.0,
             layers=2,
             hidden=64,
             vocab=256,
             small_tensors=50,
             small_bytes=4_096,
             many_tensors=200,
-            slow_rounds=2,
             train_layers=1,
             train_hidden=32,
             train_iterations=4,

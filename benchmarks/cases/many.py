@@ -34,4 +34,4 @@ def run(bench: Bench) -> None:
         return figures | middle
 
     with bench.workers("many", peers, state) as workers:
-        bench.rounds("many", workers, turn, counted=bench.size.slow_rounds, first=1)
+        bench.rounds("many", workers, turn, counted=bench.size.rounds, first=1)

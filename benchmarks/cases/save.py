@@ -42,7 +42,9 @@ def two_ranks(bench: Bench) -> None:
     if bench.size.thorough:
         _eager(bench, "eager-2", state, world=2)
     peers = bench.peers(
-        lambda peer: peer.saves and not peer.apart and (bench.size.thorough or peer.name in QUICK_ON_TWO)
+        lambda peer: (
+            peer.saves and not peer.apart and (peer.shards if bench.size.thorough else peer.name in QUICK_ON_TWO)
+        )
     )
     with bench.workers("save-2", peers, state, world=2) as workers:
         bench.rounds(

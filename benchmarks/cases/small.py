@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from benchmarks.cases.load import CACHES, run_loads, save_once
+from benchmarks.cases.load import run_loads, save_once
 from benchmarks.cases.save import save_turn
 from benchmarks.files import remove
 from benchmarks.peers import PEERS
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 QUICK = ("raw", "holdfast", "dcp-save")
 LEFT_OUT = {
+    "dcp-thread": "plans as slowly as dcp.save, and hinders a trainer meanwhile",
+    "dcp-process": "plans as slowly as dcp.save",
     "nvrx": "takes a descriptor for every CPU tensor it hands to its worker",
 }
 
@@ -29,13 +31,13 @@ def run(bench: Bench) -> None:
     for name, reason in LEFT_OUT.items():
         if bench.peers(lambda peer, name=name: peer.name == name):
             bench.problem("small", name, f"left out: {reason}")
-    rounds = size.slow_rounds
+    rounds = size.rounds
     with bench.workers("small", peers, state) as workers:
         bench.rounds("small", workers, lambda worker: save_turn(bench, "small", worker, "idle"), counted=rounds)
         loading = [worker for worker in workers if worker.alive and PEERS[worker.name].loads]
         saved = save_once(bench, "small", loading)
         try:
-            run_loads(bench, "small", loading, saved, rounds, CACHES if size.thorough else ("warm",))
+            run_loads(bench, "small", loading, saved, rounds, ("warm",))
         finally:
             for path in saved.values():
                 remove(path)

@@ -10,7 +10,8 @@ class Peer:
     """How to start a contender.
 
     where: ``module:class`` below `benchmarks.peers`. asynchronous: the caller trains on while it saves. loads, parts:
-    it takes part in loads, and in partial reads. apart: measured in a case of its own. reshards: it loads with
+    it takes part in loads, and in partial reads. apart: measured in a case of its own. shards: it knows
+    how to save what several ranks share. reshards: it loads with
     another number of ranks than it saved with. packages: what its own environment needs, None for the runner's;
     ``bare`` ones are installed without what they ask for (they'd pull another torch). says: printed below the report.
     """
@@ -24,6 +25,7 @@ class Peer:
     reshards: bool = False
     saves: bool = True
     apart: bool = False
+    shards: bool = True
     bare: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
     group: bool = False
@@ -123,22 +125,25 @@ PEERS = {
             "torchsnapshot",
             "`torchsnapshot`",
             "torchsnapshot_:Snapshots",
+            shards=False,
             asynchronous=True,
             bare=("torchsnapshot==0.1.0",),
             packages=("PyYAML", "aiofiles", "aiohttp", "importlib-metadata", "nest-asyncio", "psutil"),
-            says="`Snapshot.async_take`; it does not fsync: that is added within its time. It knows no DTensor: with "
-            "two ranks each saves its own shards.",
+            says="`Snapshot.async_take`; it does not fsync: that is added within its time. It knows no DTensor, "
+            "so it is not run on two ranks.",
         ),
         Peer(
             "torch-save",
             "`torch.save`",
             "files_:TorchSave",
+            shards=False,
             says="one file a rank, then fsync; loaded with `mmap=True` and copied into the tensors.",
         ),
         Peer(
             "safetensors",
             "`safetensors`",
             "files_:SafeTensors",
+            shards=False,
             parts=True,
             says="one file a rank, then fsync; loaded one tensor at a time and copied into the state.",
         ),
