@@ -51,19 +51,19 @@ def test_the_command_line_imports_no_torch() -> None:
     assert (ended.returncode, ended.stdout.strip()) == (0, "[]"), ended.stderr
 
 
+@pytest.mark.timeout(300)  # some seconds, but for many processes that all import torch on a machine that others use
 def test_the_smallest_benchmark_runs_from_end_to_end(tmp_path: Path) -> None:
-    peers = ("raw", "holdfast", "holdfast-unverified", "torch-save")
+    peers = ("raw", "holdfast", "torch-save")
     arguments = ["bench", "--size", "tiny", "--out", str(tmp_path), "--json"]
     for peer in peers:
         arguments += ["--peer", peer]
-    ended = run(*arguments, "--only", "save", "load", timeout_s=110.0)
+    ended = run(*arguments, "--only", "save", "load", timeout_s=280.0)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
     assert found["problems"] == []
     counted = {(s["case"], s["contender"]) for s in found["samples"] if s["counted"]}
-    savers = {"raw", "holdfast", "torch-save"}
-    assert {name for case, name in counted if case == "save"} == savers
-    assert {name for case, name in counted if case == "load-cold"} == set(peers)
+    for name in ("save", "load-warm", "load-cold"):
+        assert {contender for case, contender in counted if case == name} == set(peers)
     rounds = [s["round"] for s in found["samples"] if (s["case"], s["contender"]) == ("save", "holdfast")]
     assert rounds == [0, 1, 2]
     for sample in found["samples"]:
