@@ -106,7 +106,9 @@ PEERS = {
             group=True,
             bare=("torch_checkpointing==0.1.1",),
             says="its manager with asynchronous staging and `lock()` before the update; `O_DIRECT` off, since its "
-            "default fails on ext4 with EINVAL; it does not fsync: that is added within its time.",
+            "default fails on ext4 with EINVAL; it does not fsync: that is added within its time. On several "
+            "ranks it is run without its resharder, which asks for CUDA when it saves: what two ranks saved, one can't "
+            "load then.",
         ),
         Peer(
             "nvrx",
