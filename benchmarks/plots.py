@@ -70,7 +70,7 @@ def where_time_goes(plt: Any, results: Results, path: Path) -> Path | None:
         (
             "Holdfast, eager",
             [
-                ("staging", results.median(case, us, "staging_s"), "#4aa57c"),
+                ("staging", results.median(case, us, "held_s"), "#4aa57c"),
                 ("persist", results.median(case, us, "persist_s"), OURS),
                 ("commit", results.median(case, us, "commit_s"), "#063d2c"),
             ],
@@ -79,13 +79,18 @@ def where_time_goes(plt: Any, results: Results, path: Path) -> Path | None:
     if any(amount is None for _, parts in stages for _, amount, _ in parts):
         return None
     figure, axes = plt.subplots(figsize=(8.4, 2.2))
+    longest = max(sum(amount or 0.0 for _, amount, _ in parts) for _, parts in stages)
     for row, (_, parts) in enumerate(reversed(stages)):
         start = 0.0
         for name, amount, colour in parts:
             axes.barh(row, amount, left=start, color=colour, height=0.6)
             start += amount
-            if amount > 0.01:
-                axes.text(start - amount / 2, row, f"{name}\n{seconds(amount)}", ha="center", va="center", fontsize=7)
+            text = f"{name}\n{seconds(amount)}"
+            if amount > 0.1 * longest:
+                axes.text(start - amount / 2, row, text, ha="center", va="center", fontsize=7, color="white")
+            else:
+                axes.text(start + 0.01 * longest, row, text, ha="left", va="center", fontsize=7)
+    axes.set_xlim(0, 1.12 * longest)
     axes.set_yticks(range(len(stages)), [name for name, _ in reversed(stages)], fontsize=8)
     axes.set_xlabel("seconds", fontsize=8)
     axes.tick_params(axis="x", labelsize=8)

@@ -46,7 +46,6 @@ SAVE = (
 SAVE_IDLE = (*SAVE, Column("staging_s", "copies beside training"))
 EAGER = (
     *SAVE,
-    Column("staging_s", "staging", ("raw", "memcpy_s")),
     Column("persist_s", "persist", ("raw", "durable_s")),
     Column("commit_s", "commit"),
 )
