@@ -138,10 +138,14 @@ class Bench:
                 facts = started[0].call("fill", state=state)[0]
                 self.results.cases.setdefault(case, {}).update(facts, world=world)
             yield [worker for worker in started if self.attempt(case, worker, "adopt", state=state) is not None]
-        finally:
             for worker in started:
                 if worker.alive:
                     self.attempt(case, worker, "close")
+        except BaseException:
+            for worker in started:  # in the middle of something, perhaps
+                worker.kill()
+            raise
+        finally:
             self._forget(state)
 
     def state(self, **layout: Any) -> dict[str, Any]:

@@ -152,7 +152,7 @@ class Worker:
             with contextlib.suppress(Broken, WorkerFailed):
                 self.call("close", timeout_s=30.0)
                 self.call("stop", timeout_s=10.0)  # it just ends
-        self._kill()
+        self.kill()
 
     def _collect(self, deadline: float) -> list[dict[str, Any]]:
         answers: list[dict[str, Any]] = []
@@ -166,13 +166,14 @@ class Worker:
                     deadline = min(deadline, time.monotonic() + 20.0)
                 answers.append(answer.get("result", {}))
         except Broken as error:
-            self._kill()
+            self.kill()
             raise Broken(failure or str(error)) from error
         if failure is not None:
             raise WorkerFailed(failure)
         return answers
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """End it now, with all it has started."""
         if self.alive:
             self.alive = False
             for rank in self._ranks:

@@ -86,6 +86,12 @@ def source_of_package() -> str:
     return str(Path(origin).resolve().parents[1])
 
 
+def end_orderly(number: int, _: object) -> None:
+    """On a signal: workers and shared files must not stay behind. Whoever sends it twice waits for that, too."""
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
 def run(size: str, out: Path, only: tuple[str, ...] = (), peers: tuple[str, ...] = ()) -> Bench:
     """Run cases (all by default), one after the other; whatever one of them raises, the next is run."""
     out = out.resolve()
@@ -103,7 +109,7 @@ def run(size: str, out: Path, only: tuple[str, ...] = (), peers: tuple[str, ...]
     )
     meta["versions"] = versions() | meta.get("versions", {})
     began = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an orderly end: workers must not stay behind
+    signal.signal(signal.SIGTERM, end_orderly)
     try:
         for name in only or [case.name for case in CASES.values() if bench.size.thorough or case.quick]:
             bench.say(f"case {name}: {CASES[name].about}")
