@@ -8,6 +8,7 @@ Nothing in the documentation that was measured is written by hand: it stands bet
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import sys
 from pathlib import Path
@@ -78,7 +79,7 @@ def performance_page(results: Results, folder: Path) -> dict[str, str]:
     kind = {"full": "It was a full run.", "quick": "It was a quick run: smaller states, fewer rounds, fewer peers."}
     return {
         "report": f"The [whole report]({where}/report.md) has every contender, case, version and command, and [all "
-        f"samples]({where}/results.json) are beside it. {kind.get(folder.name, '')}".strip(),
+        f"samples]({where}/results.json) are beside it. {kind.get(folder.name, '')} {results.meta.get('note', '')}".strip(),
         "stages": pictures(
             folder, where, **{"where-time-goes": "One eager save, stage by stage, below what the machine does at best."}
         ),
@@ -95,9 +96,14 @@ def performance_page(results: Results, folder: Path) -> dict[str, str]:
     }
 
 
-def publish(runs: Sequence[Path], root: Path = ROOT) -> list[Path]:
-    """Write all of it; returns what was written. Of several runs, the last one that has a case counts."""
+def publish(runs: Sequence[Path], root: Path = ROOT, *, note: str = "") -> list[Path]:
+    """Write all of it; returns what was written. Of several runs, the last one that has a case counts.
+
+    note: a sentence that belongs to the figures, such as what else the machine was doing.
+    """
     results = merged([Results.read(out / "results.json") for out in runs])
+    if note:
+        results.meta["note"] = note
     folder = root / "benchmarks" / "reports" / str(results.meta["size"])
     shutil.rmtree(folder, ignore_errors=True)
     written = [write_report(results, folder)]
@@ -117,10 +123,11 @@ def publish(runs: Sequence[Path], root: Path = ROOT) -> list[Path]:
 
 
 def main(arguments: list[str]) -> int:
-    if not arguments:
-        print(__doc__, file=sys.stderr)
-        return 2
-    for path in publish([Path(argument) for argument in arguments]):
+    parser = argparse.ArgumentParser(prog="benchmarks.publish", description="Put runs into the repository.")
+    parser.add_argument("runs", nargs="+", type=Path, help="directories that `holdfast bench` has written")
+    parser.add_argument("--note", default="", help="a sentence that belongs to the figures")
+    args = parser.parse_args(arguments)
+    for path in publish(args.runs, note=args.note):
         print(path)
     return 0
 

@@ -95,6 +95,7 @@ def machine_part(results: Results) -> str:
     rows += [[name, value] for name, value in meta.get("versions", {}).items()]
     seconds = ", ".join(f"{name} {value:g}" for name, value in meta.get("seconds", {}).items())
     rows += [["command", f"`{meta.get('command', '')}`"], ["date", meta.get("date", "")]]
+    rows += [["note", meta["note"]]] if meta.get("note") else []
     rows += [["seconds", f"{meta.get('total_s', 0):g} in all: {seconds}"]]
     return markdown(["", ""], rows).replace("---:", "---")
 

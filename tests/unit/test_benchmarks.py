@@ -201,9 +201,10 @@ def test_the_documentation_has_every_marker_that_is_published(tmp_path: Path) ->
         copy = tmp_path / name
         copy.parent.mkdir(exist_ok=True)
         copy.write_text((publish.ROOT / name).read_text())
-    written = publish.publish([tmp_path / "out"], tmp_path)
+    written = publish.publish([tmp_path / "out"], tmp_path, note="The machine was idle.")
     assert tmp_path / "docs" / "performance.md" in written
     assert "2 cores, ext4" in (tmp_path / "README.md").read_text()
+    assert "The machine was idle." in (tmp_path / "docs" / "performance.md").read_text()
     assert (tmp_path / "benchmarks" / "reports" / "full" / "report.md").exists()
 
 
