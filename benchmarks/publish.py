@@ -58,13 +58,14 @@ def overview(results: Results) -> str:
 
 
 def conditions(results: Results) -> str:
-    """What the figures belong to, in a sentence."""
+    """What the figures belong to, in a sentence, and the note that goes with them."""
     machine, facts = results.meta["machine"], results.cases["save"]
-    return (
+    said = (
         f"{nbytes(facts['nbytes'])} in {facts['tensors']:,} tensors (a language model with its AdamW state), one rank, "
         f"{machine['cores']} cores, {machine['file system']}, torch {results.meta['versions']['torch']}, medians of "
         f"{results.meta['rounds']} rounds in which all take turns, {results.meta['date']}."
     )
+    return f"{said} {results.meta.get('note', '')}".strip()
 
 
 def pictures(folder: Path, where: str, **titles: str) -> str:
@@ -79,7 +80,7 @@ def performance_page(results: Results, folder: Path) -> dict[str, str]:
     kind = {"full": "It was a full run.", "quick": "It was a quick run: smaller states, fewer rounds, fewer peers."}
     return {
         "report": f"The [whole report]({where}/report.md) has every contender, case, version and command, and [all "
-        f"samples]({where}/results.json) are beside it. {kind.get(folder.name, '')} {results.meta.get('note', '')}".strip(),
+        f"samples]({where}/results.json) are beside it. {kind.get(folder.name, '')}".strip(),
         "stages": pictures(
             folder, where, **{"where-time-goes": "One eager save, stage by stage, below what the machine does at best."}
         ),

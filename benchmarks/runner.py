@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import holdfast
 from benchmarks.bench import Bench
 from benchmarks.cases import CASES
 from benchmarks.peers import PEERS
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from benchmarks.samples import Results
     from benchmarks.targets import Reached
 
-PACKAGES = ("holdfast", "torch", "numpy", "safetensors", "msgspec", "xxhash")
+PACKAGES = ("torch", "numpy", "safetensors", "msgspec", "xxhash")
 
 
 def machine(out: Path) -> dict[str, str]:
@@ -69,7 +70,7 @@ def _file_system(path: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    found = {}
+    found = {"holdfast": holdfast.__version__ + _commit()}
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
@@ -78,12 +79,25 @@ def versions() -> dict[str, str]:
     return found
 
 
+def _commit() -> str:
+    """Of a checkout, which commit it is; with a mark where it was changed since."""
+    try:
+        ended = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--exclude=*"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return f" ({ended.stdout.strip()})"
+
+
 def source_of_package() -> str:
     """Where `holdfast` is found by this interpreter: its workers find it there, too."""
-    spec = importlib.util.find_spec("holdfast")
-    origin = None if spec is None else spec.origin
-    assert origin is not None, "the benchmarks are run with holdfast installed"
-    return str(Path(origin).resolve().parents[1])
+    return str(Path(holdfast.__file__).resolve().parents[1])
 
 
 def end_orderly(number: int, _: object) -> None:
