@@ -224,7 +224,7 @@ class World:
             for attempt in attempts[1:]:
                 attempt.settle()
         with self.timed("retention", "coordinator"):
-            self.keeper.apply_retention(self.storage.remove_tree)
+            self.keeper.apply_retention(step, self.storage.remove_tree)
         self.figures["manifest_bytes"] = self.storage.size(f"step-{step}/holdfast.json") or 0
         self.figures["attempt_plan_bytes"] = len(encode_attempt_plan(plan))
 

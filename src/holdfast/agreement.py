@@ -196,10 +196,16 @@ class Agreement:
         for digest in set().union(*known):
             board.delete(f"structure/{digest}")
             board.delete(f"structure/{digest}/claims")
-        for number in self._plans:
-            board.delete_list(planned_key(number))
         board.delete_list("gone")
         board.delete("left")
+
+    def forget_plans(self) -> None:
+        """Delete what ranks have told and nobody has collected; when no delivery is left that could. Never raises."""
+        try:
+            for number in self._plans if self.board.rank == 0 else ():
+                self.board.delete_list(planned_key(number))
+        except HoldfastError:
+            return
 
     def wait_structures(self, verdict: Verdict, *, own: bytes | None = None, timeout_s: float) -> dict[str, Structure]:
         """The structures a replan needs, by digest; ``own`` is this rank's, encoded, which needn't be fetched."""

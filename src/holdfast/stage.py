@@ -76,8 +76,9 @@ class Stager:
         self._agreement.leave()
 
     def close(self) -> None:
-        """Free the idle buffers and let go of the board."""
+        """Free the idle buffers and let go of the board; once no delivery is in work."""
         self.pool.use_plan(None)
+        self._agreement.forget_plans()
         self._agreement.board.close()
 
     def load_copies(self, capture: Capture, buffer: CaptureBuffer) -> None:
