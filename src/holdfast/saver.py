@@ -335,7 +335,7 @@ class Saver:
         try:
             capture.staging.help_copy(timeout_s)
             # Of copies from a device the current streams can wait in place of this thread.
-            by_streams = capture.staging.from_device and not capture.request.eager
+            by_streams = capture.snapshot.from_device and not capture.request.eager
             reached = (capture.agreed if by_streams else capture.staged).wait(deadline - time.monotonic())
             if not reached and not capture.staged.is_set():
                 raise DeadlineExceeded(

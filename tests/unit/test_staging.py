@@ -18,8 +18,10 @@ import holdfast
 from holdfast import _torch_compat as compat
 from holdfast import stage
 from holdfast.errors import ConfigError, HoldfastError, StateChangedWhileStaging
+from holdfast.snapshot import Snapshot
 from holdfast.staging import image, stager
 from holdfast.staging.copies import BATCH_BYTES, Copies, CopyBatch, CopyItem, split_rows
+from holdfast.staging.image import Image
 from holdfast.staging.stager import Staging
 from holdfast.staging.tripwire import SPOTS_MAX, WatchList
 from holdfast.testing.staging import Gate, held_copies
@@ -358,6 +360,8 @@ class DeviceWork:
         def order(_: Staging) -> None:
             self.ordered += 1
 
+        monkeypatch.setattr(Snapshot, "from_device", True)
+        monkeypatch.setattr(Image, "pin", lambda _: None)
         monkeypatch.setattr(Staging, "load", enqueue_too)
         monkeypatch.setattr(Staging, "order_device_updates", order)
 

@@ -209,11 +209,6 @@ class Staging:
         for copies in self._device_copies:
             torch.cuda.current_stream(copies.device).wait_event(copies.event)
 
-    @property
-    def from_device(self) -> bool:
-        """Copies come from CUDA: for those ordering streams is enough, no thread need wait."""
-        return bool(self._device_copies)
-
     def changed(self) -> str | None:
         """The first watched tensor that was changed between capture and copy, as far as that was noticed, or None.
 
