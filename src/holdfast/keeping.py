@@ -17,11 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast import events
 from holdfast.errors import CheckpointCorrupt, CheckpointExists, CheckpointNotFound, HoldfastError
-from holdfast.format.manifest import MANIFEST_NAME
 from holdfast.lineage import Lineage, decode_lineage, in_order, lineage_from
 from holdfast.pins import Pins
 from holdfast.retention import Entry, Keep, select_deletions
-from holdfast.root import attempt_id, foreign_steps, hidden_name, is_occupied, published, read_manifest
+from holdfast.root import (
+    attempt_id,
+    foreign_steps,
+    hidden_name,
+    is_occupied,
+    published,
+    published_attempt,
+    read_manifest,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -84,8 +91,8 @@ class Keeper:
         self._held = held
         self._lock = threading.Lock()
         """Held from looking at pins to deleting, and by whoever changes them; guards all below."""
-        self._entries_known: dict[str, tuple[int, Entry]] = {}
-        """By name, with the size of the manifest: a manifest never changes, a name may get another one."""
+        self._entries_known: dict[str, tuple[str, Entry]] = {}
+        """By name, with the attempt: what is published never changes, a name may get another one."""
         self._complained: set[str] = set()
         self._origin: int | None = None
         self._needed: int | None = None
@@ -247,16 +254,16 @@ class Keeper:
         pins = {*Pins(storage).all(), self._held, self._needed}
         entries = {}
         for step, name in published(storage, self._template):
-            size = storage.size(f"{name}/{MANIFEST_NAME}")
-            known = self._entries_known.get(name)
-            if known is not None and known[0] == size:
-                entries[name] = replace(known[1], pinned=step in pins)
-                continue
             try:
-                manifest = read_manifest(storage, name)
-                if manifest is None or size is None:
+                attempt = published_attempt(storage, name)
+                known = self._entries_known.get(name)
+                if known is not None and known[0] == attempt:
+                    entries[name] = replace(known[1], pinned=step in pins)
                     continue
-                self._entries_known[name] = (size, _entry_of(step, manifest))
+                manifest = read_manifest(storage, name)
+                if manifest is None or attempt is None:
+                    continue
+                self._entries_known[name] = (attempt, _entry_of(step, manifest))
             except (HoldfastError, ValueError) as error:
                 self._complain(name, "leaves alone", error)
                 continue

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from holdfast.errors import CheckpointCorrupt, CheckpointExists, ConfigError
 from holdfast.format.manifest import (
+    MANIFEST_HEAD_BYTES,
     MANIFEST_NAME,
     METADATA_NAME,
     Manifest,
+    attempt_in,
     decode_manifest,
 )
 
@@ -75,6 +77,17 @@ def read_manifest(storage: Storage, name: str) -> Manifest | None:
         return None
     data = storage.read_file(path, max_bytes=MAX_MANIFEST_BYTES)
     return decode_manifest(data, path=f"{storage.root}/{path}")
+
+
+def published_attempt(storage: Storage, name: str) -> str | None:
+    """The attempt that the manifest at ``name`` begins to say it is of, unchecked; None where there is none.
+
+    Costs a short read, where a manifest has a line for each rank. Raises `StorageError`.
+    """
+    path = f"{name}/{MANIFEST_NAME}"
+    if storage.size(path) is None:
+        return None
+    return attempt_in(storage.read_range(path, 0, MANIFEST_HEAD_BYTES))
 
 
 def attempt_at(storage: Storage, name: str) -> str | None:

@@ -61,13 +61,13 @@ def test_retention_reads_a_whole_manifest_once(tmp_path, monkeypatch):
         holdfast.save({"w": torch.zeros(2)}, tmp_path / f"step-{step}", step=step)
     whole.clear()
     for _ in range(3):
-        keeper.apply_retention(storage.remove_tree)
+        keeper.apply_retention(2, storage.remove_tree)
     assert sorted(whole) == ["step-1/holdfast.json", "step-2/holdfast.json"]
     # An overwritten checkpoint is another attempt: what was known of the old one is not taken for it.
     holdfast.save({"w": torch.zeros(2)}, tmp_path / "step-2", step=2, overwrite=True)
     whole.clear()
-    keeper.apply_retention(storage.remove_tree)
+    keeper.apply_retention(2, storage.remove_tree)
     assert whole == ["step-2/holdfast.json"]
     holdfast.save({"w": torch.zeros(2)}, tmp_path / "step-3", step=3)
-    keeper.apply_retention(storage.remove_tree)
+    keeper.apply_retention(3, storage.remove_tree)
     assert sorted(name for name in os.listdir(tmp_path) if name.startswith("step-")) == ["step-2", "step-3"]
