@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from holdfast.format.manifest import Manifest
     from holdfast.plan.read import StoredTensor
     from holdfast.source import Source
-    from holdfast.storage.reading import FileSet, StoredFile
+    from holdfast.storage.descriptors import StoredFile
+    from holdfast.storage.reading import FileSet
 
 Index = tuple[slice | int, ...] | slice | int
 

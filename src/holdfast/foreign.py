@@ -30,7 +30,8 @@ from holdfast.format.pickle_reader import Refused
 from holdfast.format.zip_entries import MalformedRecord
 from holdfast.plan.read import StoredShard, StoredTensor
 from holdfast.source import READ_THREADS, StoredObject, read_small
-from holdfast.storage.reading import Blamer, FileSet, StoredFile
+from holdfast.storage.descriptors import StoredFile
+from holdfast.storage.reading import Blamer, FileSet
 
 if TYPE_CHECKING:
     from holdfast.plan.read import Transfer
@@ -73,9 +74,9 @@ class ForeignSource:
             if file.size < needed[name]
         ]
 
-    def open_files(self, *, verify: bool) -> FileSet:
+    def open_files(self, *, verify: bool, direct: bool = False) -> FileSet:
         """Its files; there is nothing to verify them with."""
-        del verify
+        del verify, direct
         return FileSet(self.directory, self.files, verify=False, threads=READ_THREADS, blame=Blamer({}))
 
     @property

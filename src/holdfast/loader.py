@@ -15,7 +15,7 @@ import errno
 import logging
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from holdfast.state.tree import StateTree
 
 _log = logging.getLogger("holdfast")
+
+LARGE_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +200,13 @@ def _fill(loading: Loading, source: Source, group: Group, options: LoadOptions) 
                 wants.append(Want(entry.name, box, len(destinations), box))
                 destinations.append(Destination(entry.name, view))
     plan = plan_reads(wants, source.tensors)
-    with source.open_files(verify=options.verify) as files:
+    # What every rank wants is read from the disk once, and then from the page cache of the host.
+    shared = group.world > 1 and any(
+        want.box.volume * source.tensors[want.name].itemsize > LARGE_BYTES
+        for want in wants
+        if want.box.sizes == source.tensors[want.name].shape
+    )
+    with source.open_files(verify=options.verify, direct=not shared) as files:
         read_into(files, plan, destinations, source)
     events.count("bytes_read", files.bytes_read)
 

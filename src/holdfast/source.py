@@ -35,7 +35,8 @@ from holdfast.format.manifest import (
 from holdfast.format.sealed import xxh3_128
 from holdfast.plan.read import StoredShard, StoredTensor
 from holdfast.root import MAX_MANIFEST_BYTES
-from holdfast.storage.reading import Blamer, FileSet, StoredFile
+from holdfast.storage.descriptors import StoredFile
+from holdfast.storage.reading import Blamer, FileSet
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -102,7 +103,9 @@ class Source(Protocol):
         """What is wrong with the files that no extent checksum covers (manifest, reports, ``.metadata``)."""
         ...
 
-    def open_files(self, *, verify: bool) -> FileSet: ...
+    def open_files(self, *, verify: bool, direct: bool = False) -> FileSet:
+        """See `FileSet`; ``direct`` is a wish."""
+        ...
 
 
 class HoldfastSource:
@@ -268,8 +271,10 @@ class HoldfastSource:
                 problems.append(error)
         return problems
 
-    def open_files(self, *, verify: bool) -> FileSet:
-        return FileSet(self.directory, self.files, verify=verify, threads=READ_THREADS, blame=self._blame)
+    def open_files(self, *, verify: bool, direct: bool = False) -> FileSet:
+        return FileSet(
+            self.directory, self.files, verify=verify, threads=READ_THREADS, blame=self._blame, direct=direct
+        )
 
     def _blame(self, file: str, start: int, end: int) -> str | None:
         return self._blamer(file, start, end)  # made when something is wrong, not for each load

@@ -15,7 +15,9 @@ import xxhash
 
 from holdfast.errors import CheckpointCorrupt
 from holdfast.format.manifest import EXTENT_BYTES
-from holdfast.storage.reading import OPEN_FILES_MAX, FileSet, Piece, StoredFile
+from holdfast.storage.descriptors import OPEN_FILES_MAX, StoredFile
+from holdfast.storage.page_cache import PageCache
+from holdfast.storage.reading import FileSet, Piece
 
 SIZE = 3 * EXTENT_BYTES + 5000
 
@@ -27,10 +29,13 @@ def content(tmp_path: Path) -> bytes:
     return data
 
 
-def files(directory: Path, content: bytes, *, verify: bool = True, sums: bool = True, size: int = SIZE) -> FileSet:
+def sums_of(content: bytes) -> bytes:
     parts = [content[at : at + EXTENT_BYTES] for at in range(0, len(content), EXTENT_BYTES)]
-    extents = b"".join(xxhash.xxh3_64_intdigest(part).to_bytes(8, "little") for part in parts) if sums else None
-    stored = {"f": StoredFile("f", size, extents)}
+    return b"".join(xxhash.xxh3_64_intdigest(part).to_bytes(8, "little") for part in parts)
+
+
+def files(directory: Path, content: bytes, *, verify: bool = True, sums: bool = True, size: int = SIZE) -> FileSet:
+    stored = {"f": StoredFile("f", size, sums_of(content) if sums else None)}
     return FileSet(directory, stored, verify=verify, threads=1, blame=lambda *_: None)
 
 
@@ -106,6 +111,62 @@ def test_a_flipped_byte_is_found_wherever_it_lies(tmp_path: Path, content: bytes
             with pytest.raises(CheckpointCorrupt, match="don't match their checksum") as caught:
                 opened.read(opened.jobs_for("f", pieces))
             assert caught.value.byte_range == (extent * EXTENT_BYTES, min(SIZE, (extent + 1) * EXTENT_BYTES))
+
+
+def evict(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+def is_cached(path: Path, offset: int) -> bool:
+    with path.open("rb") as file:
+        return PageCache(file.fileno(), path.stat().st_size).has(offset)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("size", [SIZE, 100_001, 999])
+def test_what_is_not_cached_is_read_around_the_cache(tmp_path: Path, content: bytes, verify: bool, size: int) -> None:
+    evict(tmp_path / "f")
+    if is_cached(tmp_path / "f", 5):
+        pytest.skip("this file system keeps nothing outside of the page cache")
+    memory = bytearray(SIZE)
+    pieces = [Piece(at, memoryview(memory)[at : at + size]) for at in range(7, SIZE, size)]
+    stored = {"f": StoredFile("f", SIZE, sums_of(content))}
+    with FileSet(str(tmp_path), stored, verify=verify, threads=2, blame=lambda *_: None, direct=True) as opened:
+        opened.read(opened.jobs_for("f", pieces))
+    assert memory[7:] == content[7:]
+    assert not any(is_cached(tmp_path / "f", at) for at in range(0, SIZE, 4096))
+    (tmp_path / "f").read_bytes()
+    assert all(is_cached(tmp_path / "f", at) for at in range(0, SIZE, 4096))
+
+
+def test_a_flipped_byte_is_found_around_the_cache(tmp_path: Path, content: bytes) -> None:
+    damaged = bytearray(content)
+    damaged[EXTENT_BYTES + 3] ^= 1
+    (tmp_path / "f").write_bytes(damaged)
+    evict(tmp_path / "f")
+    stored = {"f": StoredFile("f", SIZE, sums_of(content))}
+    with (
+        FileSet(str(tmp_path), stored, verify=True, threads=2, blame=lambda *_: None, direct=True) as opened,
+        pytest.raises(CheckpointCorrupt, match="don't match their checksum") as caught,
+    ):
+        opened.read(opened.jobs_for("f", [Piece(0, memoryview(bytearray(SIZE)))]))
+    assert caught.value.byte_range == (EXTENT_BYTES, 2 * EXTENT_BYTES)
+
+
+def test_where_the_cache_cannot_be_avoided_files_are_read_all_the_same(
+    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A file system without O_DIRECT refuses to open with it; there is none here to try.
+    monkeypatch.setattr(os, "O_DIRECT", os.O_DIRECTORY)
+    evict(tmp_path / "f")
+    memory = bytearray(SIZE)
+    stored = {"f": StoredFile("f", SIZE, sums_of(content))}
+    with FileSet(str(tmp_path), stored, verify=True, threads=2, blame=lambda *_: None, direct=True) as opened:
+        opened.read(opened.jobs_for("f", [Piece(0, memoryview(memory))]))
+    assert memory == content
 
 
 def test_no_job_is_begun_after_one_has_failed(tmp_path: Path, content: bytes) -> None:

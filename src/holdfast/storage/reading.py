@@ -13,20 +13,19 @@ Does not: know tensors. The caller says what a range holds when it is found corr
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
-import stat
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import xxhash
 
 from holdfast.errors import CheckpointCorrupt, StorageError
 from holdfast.format.manifest import EXTENT_BYTES
+from holdfast.storage.descriptors import Descriptors, StoredFile, refused
+from holdfast.storage.page_cache import PageCache
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -35,23 +34,8 @@ JOB_EXTENTS: Final = 4
 PARTS_MAX: Final = 256
 """More destinations than this in one call are filled from scratch: with the gaps between, the system takes 1,024."""
 SMALL_PART_BYTES: Final = 16 << 10
-OPEN_FILES_MAX: Final = 128
-"""A process may often have 1,024, and a checkpoint of a large world has more files."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredFile:
-    """A committed file: ``size`` in bytes; ``extents`` as in `ReportFile`, or None where nothing is known of it."""
-
-    name: str
-    size: int
-    extents: bytes | None
-
-
-@dataclass(slots=True)
-class _Open:
-    fd: int
-    users: int = 0
+PAGE_BYTES: Final = 4096
+"""What O_DIRECT wants offsets, lengths and memory to be multiples of; some file systems are content with less."""
 
 
 class Piece(NamedTuple):
@@ -81,19 +65,30 @@ class FileSet:
     """The committed files of one directory, open for reading; a context manager.
 
     ``blame`` is asked for the tensor in a range that is found corrupt. ``verify`` False skips checksums.
+    ``direct``: read what isn't in the page cache around it (O_DIRECT), where the file system can: a fraction of the
+    processor's time, and nothing is pushed out of memory; but the next reader of the same bytes finds them on the disk.
     Thread-safe.
     """
 
     def __init__(
-        self, directory: str, files: Mapping[str, StoredFile], *, verify: bool, threads: int, blame: Blame
+        self,
+        directory: str,
+        files: Mapping[str, StoredFile],
+        *,
+        verify: bool,
+        threads: int,
+        blame: Blame,
+        direct: bool = False,
     ) -> None:
         self._directory = directory
         self._files = files
         self._verify = verify
         self._blame = blame
-        self._fds: dict[str, _Open] = {}
-        """The least recently used first."""
-        self._lock = threading.Lock()
+        self._direct = direct and hasattr(os, "O_DIRECT")
+        self._buffered: set[str] = set()
+        """Files that can't be read around the page cache."""
+        self._caches: dict[str, PageCache] = {}
+        self._descriptors = Descriptors(directory)
         self._scratch = threading.local()
         self._threads = threads
         self.bytes_read = 0
@@ -105,17 +100,14 @@ class FileSet:
         self.close()
 
     def close(self) -> None:
-        with self._lock:
-            opened, self._fds = self._fds, {}
-        for entry in opened.values():
-            os.close(entry.fd)
+        self._descriptors.close()
 
     def path_of(self, name: str) -> str:
         return os.path.join(self._directory, name)
 
     def require(self, name: str) -> None:
         """Open a file; raises unless it is there with the size it was committed with."""
-        with self._opened(self._file(name)):
+        with self._descriptors.opened(self._file(name)):
             pass
 
     def read(self, work: Iterable[Callable[[], None]]) -> None:
@@ -213,7 +205,7 @@ class FileSet:
     def map(self, name: str) -> mmap.mmap:
         """A file in memory, its pages read as they are touched and verified by nobody; what is written stays here."""
         file = self._file(name)
-        with self._opened(file) as fd:
+        with self._descriptors.opened(file) as fd:
             return mmap.mmap(fd, file.size, access=mmap.ACCESS_COPY)
 
     def _check_range(self, file: StoredFile, start: int, end: int) -> None:
@@ -236,22 +228,25 @@ class FileSet:
 
     def _job(self, file: StoredFile, runs: Sequence[_Run]) -> Callable[[], None]:
         def job() -> None:
+            cold = self._is_cold(file, (runs[0].base + runs[-1].stop) // 2)
             for run in runs:
-                self._read_run(file, run)
+                self._read_run(file, run, cold=cold)
 
         return job
 
-    def _read_run(self, file: StoredFile, run: _Run) -> None:
+    def _read_run(self, file: StoredFile, run: _Run, *, cold: bool) -> None:
         base, stop, pieces = run
-        if len(pieces) == 1 and len(pieces[0].memory) == stop - base:
-            parts = [pieces[0].memory]
-        elif len(pieces) > PARTS_MAX or (stop - base) // len(pieces) < SMALL_PART_BYTES:
+        scratch = self._read_around_cache(file, base, stop) if cold else None
+        if scratch is None and (len(pieces) > PARTS_MAX or (stop - base) // len(pieces) < SMALL_PART_BYTES):
             scratch = self._scratch_of(stop - base)
             self._fill(file, base, [scratch])
+        if scratch is not None:
             self._check(file, base, stop, [scratch])
             for start, memory in pieces:
                 memory[:] = scratch[start - base : start - base + len(memory)]
             return
+        if len(pieces) == 1 and len(pieces[0].memory) == stop - base:
+            parts = [pieces[0].memory]
         else:
             scratch = self._scratch_of(stop - base)
             parts = []
@@ -266,6 +261,33 @@ class FileSet:
         self._fill(file, base, parts)
         self._check(file, base, stop, parts)
 
+    def _is_cold(self, file: StoredFile, offset: int) -> bool:
+        """Whether what lies around ``offset`` is to be read around the page cache: it isn't there."""
+        if not self._direct or file.name in self._buffered:
+            return False
+        cache = self._caches.get(file.name)
+        if cache is None:
+            with self._descriptors.opened(file) as fd:
+                cache = self._caches.setdefault(file.name, PageCache(fd, file.size))
+        return not cache.has(offset)
+
+    def _read_around_cache(self, file: StoredFile, base: int, stop: int) -> memoryview | None:
+        """These bytes in the thread's buffer; None where the file system refuses, for whatever reason."""
+        begin = base // PAGE_BYTES * PAGE_BYTES
+        buffer = self._scratch_of(-(-(stop - begin) // PAGE_BYTES) * PAGE_BYTES)
+        at = begin
+        try:
+            with self._descriptors.opened(file, os.O_DIRECT) as fd:
+                while at < stop and (count := os.preadv(fd, [buffer[at - begin :]], at)):
+                    at += count
+        except (OSError, StorageError):
+            pass  # reading as usual says what is wrong, if that is wrong as well
+        if at < stop:
+            self._buffered.add(file.name)
+            return None
+        self.bytes_read += stop - base
+        return buffer[base - begin : stop - begin]
+
     def _scratch_of(self, nbytes: int) -> memoryview:
         """At least ``nbytes`` of memory on a page of its own, this thread's; whatever was in it is gone.
 
@@ -279,7 +301,7 @@ class FileSet:
         return memoryview(buffer)[:nbytes]
 
     def _fill(self, file: StoredFile, offset: int, parts: Sequence[memoryview]) -> None:
-        with self._opened(file) as fd:
+        with self._descriptors.opened(file) as fd:
             self._fill_from(fd, file, offset, parts)
 
     def _fill_from(self, fd: int, file: StoredFile, offset: int, parts: Sequence[memoryview]) -> None:
@@ -289,7 +311,7 @@ class FileSet:
             try:
                 count = os.preadv(fd, left, offset)
             except OSError as error:
-                raise _refused(self.path_of(file.name), error) from error
+                raise refused(self.path_of(file.name), error) from error
             if count == 0:
                 raise CheckpointCorrupt(
                     f"{self.path_of(file.name)} ended at byte {offset} while it was read; it was committed with "
@@ -347,45 +369,6 @@ class FileSet:
         except KeyError:
             path = self.path_of(name)
             raise CheckpointCorrupt(f"{path} is referred to, but no report covers it", path=path) from None
-
-    @contextlib.contextmanager
-    def _opened(self, file: StoredFile) -> Iterator[int]:
-        """A descriptor of ``file``, which stays open while it is in use, and beyond unless too many are."""
-        with self._lock:
-            entry = self._fds.pop(file.name, None) or _Open(self._open(file))
-            self._fds[file.name] = entry
-            entry.users += 1
-        try:
-            yield entry.fd
-        finally:
-            with self._lock:
-                entry.users -= 1
-                if len(self._fds) > OPEN_FILES_MAX:
-                    idle = [name for name, known in self._fds.items() if not known.users]
-                    for name in idle[: len(self._fds) - OPEN_FILES_MAX]:
-                        os.close(self._fds.pop(name).fd)
-
-    def _open(self, file: StoredFile) -> int:
-        path = self.path_of(file.name)
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError as error:
-            raise CheckpointCorrupt(f"{path} is missing; it was committed with {file.size} bytes", path=path) from error
-        except OSError as error:
-            raise _refused(path, error) from error
-        status = os.fstat(fd)
-        if stat.S_ISREG(status.st_mode) and status.st_size == file.size:
-            return fd
-        os.close(fd)
-        raise CheckpointCorrupt(
-            f"{path} has {status.st_size} bytes; it was committed as a file of {file.size}",
-            path=path,
-            byte_range=(min(status.st_size, file.size), max(status.st_size, file.size)),
-        )
-
-
-def _refused(path: str, error: OSError) -> StorageError:
-    return StorageError(f"{path} could not be read: {error.strerror}", path=path, errno=error.errno)
 
 
 def _cut_at(pieces: Iterable[Piece], step: int) -> Iterator[Piece]:
