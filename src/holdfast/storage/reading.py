@@ -20,6 +20,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import numpy as np
 import xxhash
 
 from holdfast.errors import CheckpointCorrupt, StorageError
@@ -30,7 +31,8 @@ from holdfast.storage.page_cache import PageCache
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-JOB_EXTENTS: Final = 4
+JOB_BYTES: Final = 8 * EXTENT_BYTES
+"""One read around the page cache: disks want many requests at a time, or large ones."""
 PARTS_MAX: Final = 256
 """More destinations than this in one call are filled from scratch: with the gaps between, the system takes 1,024."""
 SMALL_PART_BYTES: Final = 16 << 10
@@ -91,6 +93,8 @@ class FileSet:
         self._descriptors = Descriptors(directory)
         self._scratch = threading.local()
         self._threads = threads
+        self._waits = False
+        """A disk will be waited for: then more threads than cores are of use, and else they are in each other's way."""
         self.bytes_read = 0
 
     def __enter__(self) -> Self:
@@ -116,6 +120,7 @@ class FileSet:
         Returns when all have ended; of errors the first is raised, and no job is begun after it.
         """
         jobs = list(work)
+        threads = self._threads if self._waits else min(self._threads, len(os.sched_getaffinity(0)))
         queue = iter(jobs)  # of a list: safe to share
         errors: list[BaseException] = []
         ended: list[threading.Event] = []
@@ -133,7 +138,7 @@ class FileSet:
             end.set()
 
         try:
-            for number in range(1, min(self._threads, len(jobs))):
+            for number in range(1, min(threads, len(jobs))):
                 end = threading.Event()
                 threading.Thread(target=join_in, args=(end,), name=f"holdfast-read-{number}", daemon=True).start()
                 ended.append(end)
@@ -152,30 +157,34 @@ class FileSet:
     def jobs_for(self, name: str, pieces: Sequence[Piece]) -> list[Callable[[], None]]:
         """Jobs that fill ``pieces`` of file ``name``; the pieces are sorted by start and don't overlap."""
         file = self._file(name)
-        hashed = self._verify and file.extents is not None
         jobs: list[Callable[[], None]] = []
         group: list[_Run] = []
-        count = 1 if hashed else JOB_EXTENTS
-        for run in self._runs(file, pieces, count * EXTENT_BYTES):
-            if group and (len(group) * count >= JOB_EXTENTS or run.base != group[-1].stop):
+        for run in self._runs(file, pieces):
+            if group and (run.base != group[-1].stop or run.stop - group[0].base > JOB_BYTES):
                 jobs.append(self._job(file, group))
                 group = []
             group.append(run)
         if group:
             jobs.append(self._job(file, group))
+        if pieces and not self._waits:
+            self._waits = not all(self._is_cached(file, pieces[at].start) for at in (0, len(pieces) // 2, -1))
         return jobs
 
-    def _runs(self, file: StoredFile, pieces: Sequence[Piece], step: int) -> Iterator[_Run]:
-        """The pieces by the stretches of ``step`` bytes that they lie in; apart where a whole extent isn't wanted."""
+    def _runs(self, file: StoredFile, pieces: Iterable[Piece]) -> Iterator[_Run]:
+        """The pieces by the extents they lie in: one extent that several share, or any number that one has whole.
+
+        Where nothing is hashed there are no extents to respect, and a run is whatever lies in a stretch of a job.
+        """
+        step = EXTENT_BYTES if self._verify and file.extents is not None else JOB_BYTES
         group: list[Piece] = []
         extent = 0
-        for piece in _cut_at(pieces, step):
-            begin = piece.start // EXTENT_BYTES
+        for piece in _parts_of(pieces, step, file.size):
+            begin, last = piece.start // EXTENT_BYTES, (piece.end - 1) // EXTENT_BYTES
             if group and (piece.start // step != group[0].start // step or begin > extent + 1):
                 yield _Run(*self._bounds(file, group[0].start, group[-1].end), group)
                 group = []
             group.append(piece)
-            extent = (piece.end - 1) // EXTENT_BYTES
+            extent = last
         if group:
             yield _Run(*self._bounds(file, group[0].start, group[-1].end), group)
 
@@ -228,48 +237,60 @@ class FileSet:
 
     def _job(self, file: StoredFile, runs: Sequence[_Run]) -> Callable[[], None]:
         def job() -> None:
-            cold = self._is_cold(file, (runs[0].base + runs[-1].stop) // 2)
-            for run in runs:
-                self._read_run(file, run, cold=cold)
+            base, stop = runs[0].base, runs[-1].stop
+            around = self._read_around_cache(file, base, stop) if self._is_cold(file, (base + stop) // 2) else None
+            if around is not None:
+                self._check(file, base, stop, [around])
+                for run in runs:
+                    for start, memory in run.pieces:
+                        _copy(memory, around[start - base : start - base + len(memory)])
+                return
+            with self._descriptors.opened(file) as fd:
+                for run in runs:
+                    self._read_run(fd, file, run)
 
         return job
 
-    def _read_run(self, file: StoredFile, run: _Run, *, cold: bool) -> None:
+    def _read_run(self, fd: int, file: StoredFile, run: _Run) -> None:
         base, stop, pieces = run
-        scratch = self._read_around_cache(file, base, stop) if cold else None
-        if scratch is None and (len(pieces) > PARTS_MAX or (stop - base) // len(pieces) < SMALL_PART_BYTES):
-            scratch = self._scratch_of(stop - base)
-            self._fill(file, base, [scratch])
-        if scratch is not None:
+        memory = pieces[0].memory
+        if len(memory) == stop - base:
+            # An extent at a time, to be hashed while it is in the core's cache.
+            step = EXTENT_BYTES if self._verify and file.extents is not None else JOB_BYTES
+            for at in range(0, stop - base, step):
+                part = memory[at : at + step]
+                self._fill_from(fd, file, base + at, [part])
+                self._check(file, base + at, base + at + len(part), [part])
+            return
+        scratch = self._scratch_of(stop - base)
+        if len(pieces) > PARTS_MAX or (stop - base) // len(pieces) < SMALL_PART_BYTES:
+            self._fill_from(fd, file, base, [scratch])
             self._check(file, base, stop, [scratch])
             for start, memory in pieces:
                 memory[:] = scratch[start - base : start - base + len(memory)]
             return
-        if len(pieces) == 1 and len(pieces[0].memory) == stop - base:
-            parts = [pieces[0].memory]
-        else:
-            scratch = self._scratch_of(stop - base)
-            parts = []
-            at = base
-            for start, memory in pieces:
-                if start > at:
-                    parts.append(scratch[at - base : start - base])
-                parts.append(memory)
-                at = start + len(memory)
-            if at < stop:
-                parts.append(scratch[at - base : stop - base])
-        self._fill(file, base, parts)
+        parts = []
+        at = base
+        for start, memory in pieces:
+            if start > at:
+                parts.append(scratch[at - base : start - base])
+            parts.append(memory)
+            at = start + len(memory)
+        if at < stop:
+            parts.append(scratch[at - base : stop - base])
+        self._fill_from(fd, file, base, parts)
         self._check(file, base, stop, parts)
 
     def _is_cold(self, file: StoredFile, offset: int) -> bool:
         """Whether what lies around ``offset`` is to be read around the page cache: it isn't there."""
-        if not self._direct or file.name in self._buffered:
-            return False
+        return self._direct and file.name not in self._buffered and not self._is_cached(file, offset)
+
+    def _is_cached(self, file: StoredFile, offset: int) -> bool:
         cache = self._caches.get(file.name)
         if cache is None:
             with self._descriptors.opened(file) as fd:
                 cache = self._caches.setdefault(file.name, PageCache(fd, file.size))
-        return not cache.has(offset)
+        return cache.has(offset)
 
     def _read_around_cache(self, file: StoredFile, base: int, stop: int) -> memoryview | None:
         """These bytes in the thread's buffer; None where the file system refuses, for whatever reason."""
@@ -371,17 +392,29 @@ class FileSet:
             raise CheckpointCorrupt(f"{path} is referred to, but no report covers it", path=path) from None
 
 
-def _cut_at(pieces: Iterable[Piece], step: int) -> Iterator[Piece]:
-    """The same pieces, none of them crossing a multiple of ``step``."""
+def _parts_of(pieces: Iterable[Piece], step: int, size: int) -> Iterator[Piece]:
+    """The same pieces, cut so that each lies within a stretch of ``step`` bytes or is some whole ones of a job's."""
     for piece in pieces:
         start, memory = piece
         if memory and start // step == (start + len(memory) - 1) // step:
             yield piece
             continue
         while memory:
-            take = min(len(memory), step - start % step)
+            take = step - start % step
+            if take == step:
+                whole = len(memory) if start + len(memory) == size else len(memory) // step * step
+                take = max(step, min(whole, JOB_BYTES - start % JOB_BYTES))
+            take = min(take, len(memory))
             yield Piece(start, memory[:take])
             start, memory = start + take, memory[take:]
+
+
+def _copy(memory: memoryview, value: memoryview) -> None:
+    """Copy without the interpreter's lock, if that is worth it: others have reads to begin."""
+    if len(memory) < SMALL_PART_BYTES:
+        memory[:] = value
+    else:
+        np.copyto(np.frombuffer(memory, np.uint8), np.frombuffer(value, np.uint8))
 
 
 class Blamer:
