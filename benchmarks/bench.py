@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 OURS = ("raw", "holdfast", "holdfast-eager", "holdfast-unverified")
 ONLY_THOROUGH = ("dcp-process", "nvrx", "torchsnapshot")
 """Not in a quick run, unless asked for."""
-LEAST_ROUNDS = 3
 SHARED_FOLDER = Path("/dev/shm")
 INTERVAL_S_PER_GB = 0.25
 
@@ -175,12 +174,12 @@ class Bench:
     def rounds(self, case: str, workers: list[Worker], turn: Turn, *, counted: int, first: int = 0) -> None:
         """Let all take turns, ``counted`` rounds after round 0, which is not; ``first=1`` leaves that one out.
 
-        Where they take longer than a case may, the slowest have as many rounds as a median needs, and no more.
+        Where they take longer than a case may, the slowest have ``rounds_least`` and no more.
         """
         left = list(workers)
         spent_s = dict.fromkeys((worker.name for worker in workers), 0.0)
         for number in range(first, counted + 1):
-            if number > LEAST_ROUNDS:
+            if number > self.size.rounds_least:
                 left = self._within_budget(case, left, spent_s)
             for worker in list(left):
                 began = time.monotonic()
