@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.cpu import available_bytes
+from benchmarks.cpu import available_bytes, tree_cpu_s
 from benchmarks.files import remove
 from benchmarks.peers import PEERS, Peer
 from benchmarks.protocol import Broken, Worker, WorkerFailed
@@ -31,6 +31,9 @@ ONLY_THOROUGH = ("dcp-process", "nvrx", "torchsnapshot")
 """Not in a quick run, unless asked for."""
 SHARED_FOLDER = Path("/dev/shm")
 INTERVAL_S_PER_GB = 0.25
+QUIET_LOOK_S, QUIET_WAIT_S = 0.1, 5.0
+QUIET_SHARE = 0.2
+"""Of one core, between two looks: a tick of the clock that the kernel counts by, twice."""
 
 Turn = Callable[[Worker], "dict[str, Any] | None"]
 
@@ -204,12 +207,23 @@ class Bench:
 
     def _turn(self, case: str, worker: Worker, turn: Turn) -> dict[str, Any] | None:
         os.sync()  # what the one before has left is not this one's to write
-        time.sleep(0.05)
+        self._wait_quiet()
         try:
             return turn(worker)
         except (Broken, WorkerFailed) as error:
             self.problem(case, worker.name, str(error))
             return None
+
+    def _wait_quiet(self) -> None:
+        """What the one before still computes is not this one's to wait for; who never ends it is not waited for."""
+        deadline = time.monotonic() + QUIET_WAIT_S
+        before = tree_cpu_s(os.getpid())
+        while time.monotonic() < deadline:
+            time.sleep(QUIET_LOOK_S)
+            now = tree_cpu_s(os.getpid())
+            if now - before <= QUIET_LOOK_S * QUIET_SHARE:
+                return
+            before = now
 
     def attempt(self, case: str, worker: Worker, op: str, **args: Any) -> dict[str, float] | None:
         """An operation that may fail; None, with the reason noted, if it did."""

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 class Pending:
     """A save that goes on in the background.
 
-    stats: what the contender itself says it took. ask_every_s: how often its users would ask, where asking does work.
+    stats: what the contender itself says it took. ask_every_s: how often the training loop asks; a step takes longer.
     """
 
-    ask_every_s = 0.0
+    ask_every_s = 0.01
 
     def __init__(self) -> None:
         self.stats: dict[str, float] = {}
