@@ -25,6 +25,7 @@ from holdfast.boxes import whole
 from holdfast.checkpoint import Checkpoint, read_objects
 from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, StorageError
 from holdfast.format.manifest import MANIFEST_NAME
+from holdfast.gc_pause import gc_paused
 from holdfast.opening import open_source
 from holdfast.optimizer_hook import before_any_load
 from holdfast.plan.read import Want, plan_reads
@@ -33,7 +34,6 @@ from holdfast.source import HoldfastSource, Source
 from holdfast.state.entries import local_tensor
 from holdfast.state.loading import Loading, StoredInfo, mismatch_error
 from holdfast.state.structure import LayoutTable
-from holdfast.state.tree import gc_paused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

@@ -7,7 +7,7 @@ allows. Does not: decide whether a plain object can be stored (``format.objects`
 
 from __future__ import annotations
 
-from operator import attrgetter, eq, is_
+from operator import is_
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -17,6 +17,7 @@ from holdfast import _torch_compat as compat
 from holdfast.dtypes import ITEMSIZE
 from holdfast.errors import ConfigError
 from holdfast.plan.structure import PathItem
+from holdfast.tensor_kinds import TOGETHER, KindGuard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,6 +64,11 @@ class Collected(msgspec.Struct, frozen=True, eq=False):
     """Global ranks of the saving group, in group order."""
     rank: int
     """Whose state this is: its place in the group."""
+    settled: Sequence[TensorEntry] = ()
+    """Of those not staged lazily the ones that are the same objects as long as ``number`` is the same."""
+    fleeting: Sequence[TensorEntry] = ()
+    """The others that aren't staged lazily: they may be other objects each time."""
+    number: int = 0
 
 
 def joined(path: Path) -> str:
@@ -115,6 +121,14 @@ def _refuse(name: str, what: str, instead: str) -> None:
     raise ConfigError(f"{name}: {what}; {instead}", field=name)
 
 
+def describe(entry: TensorEntry) -> tuple[Any, ...]:
+    """Its name, and all of the tensor that its place in a checkpoint depends on."""
+    tensor = entry.tensor
+    if compat.is_dtensor(tensor):
+        return entry.name, tensor.shape, tensor.dtype, tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    return entry.name, tensor.shape, tensor.dtype, tensor.device
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor this rank holds of ``tensor``: same memory, detached, conjugate and negative bits as they are.
 
@@ -129,33 +143,27 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 class TensorGuard:
     """Notices that tensor objects, unchanged in identity, have changed in shape, dtype, device or placement.
 
-    That is what ``.data = ...`` does, and with it ``module.to(...)``. Comparing shapes is what costs: above 4,096
-    tensors their size in bytes stands in for it. A transpose is then left to the stager, which refuses a tensor that
-    isn't as planned. Where torch can compare many tensors at once, that is asked first.
+    That is what ``.data = ...`` does, and with it ``module.to(...)``. Where torch can't compare many tensors at once,
+    shapes are what costs: above 4,096 tensors their size in bytes stands in for it. A transpose is then left to the
+    stager, which refuses a tensor that isn't as planned.
     """
 
-    __slots__ = ("_check", "_dtensors", "_extents", "_look", "_specs", "_tensors")
+    __slots__ = ("_dtensors", "_kinds", "_specs", "_tensors")
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = list(tensors)
         few = len(self._tensors) <= _FULL_CHECK_TENSORS
-        self._look = attrgetter("shape" if few else "nbytes", "dtype", "device")
-        self._extents: list[Any] = list(map(self._look, self._tensors))
+        self._kinds = [
+            (start, KindGuard(self._tensors[start : start + TOGETHER], thorough=few))
+            for start in range(0, len(self._tensors), TOGETHER)
+        ]
         self._dtensors = [tensor for tensor in self._tensors if compat.is_dtensor(tensor)]
         self._specs = list(map(compat.dtensor_spec, self._dtensors))
-        # Above that many the time goes into fetching them from memory, whoever looks.
-        self._check = compat.same_kind_check(self._tensors) if few else None
 
     def stands(self) -> bool:
-        return self._kinds_stand() and all(map(is_, map(compat.dtensor_spec, self._dtensors), self._specs))
-
-    def _kinds_stand(self) -> bool:
-        if self._check is not None and self._check(*self._tensors):
-            return True
-        stands = all(map(eq, map(self._look, self._tensors), self._extents))
-        if stands and self._check is not None:
-            self._check = compat.same_kind_check(self._tensors)
-        return stands
+        return all(kind.stands(self._tensors[start : start + TOGETHER]) for start, kind in self._kinds) and all(
+            map(is_, map(compat.dtensor_spec, self._dtensors), self._specs)
+        )
 
 
 def same_objects(left: Sequence[object], right: Sequence[object]) -> bool:

@@ -58,20 +58,23 @@ class ModuleSource:
         self._seen: _Seen | None = None
         self._guard = TensorGuard(())
 
-    def refresh(self) -> bool:
-        """Bring `tensors` up to date; True if nothing had changed since the last call."""
+    def refresh(self, *, look_closer: bool = True) -> bool:
+        """Bring `tensors` up to date; True if nothing had changed since the last call.
+
+        look_closer: whether tensors that are the same objects have stayed of their kinds, too.
+        """
         if self._seen is not None:
-            if self._stands():
+            if self._stands(look_closer=look_closer):
                 return True
             if self._fsdp:
                 # Gathered parameters look like replaced ones: put the sharded ones back before believing it.
                 self._reshard()
-                if self._stands():
+                if self._stands(look_closer=look_closer):
                     return True
         self._walk()
         return False
 
-    def _stands(self) -> bool:
+    def _stands(self, *, look_closer: bool) -> bool:
         seen, now = self._seen, _look(self._owners)
         assert seen is not None
         return (
@@ -79,7 +82,7 @@ class ModuleSource:
             and now.keys == seen.keys
             and same_objects(now.values, seen.values)
             and now.transient == seen.transient
-            and self._guard.stands()
+            and (not look_closer or self._guard.stands())
         )
 
     def _reshard(self) -> None:

@@ -79,12 +79,15 @@ class OptimizerSource:
         """The parameters of all groups, as of the last `refresh`."""
         return self._params
 
-    def refresh(self, modules: Sequence[ModuleSource], *, modules_unchanged: bool) -> bool:
-        """Bring `tensors` up to date; True if nothing had changed since the last call."""
+    def refresh(self, modules: Sequence[ModuleSource], *, modules_unchanged: bool, look_closer: bool = True) -> bool:
+        """Bring `tensors` up to date; True if nothing had changed since the last call.
+
+        look_closer: whether tensors that are the same objects have stayed of their kinds, too.
+        """
         params = [param for group in groups_of(self.optimizers) for param in group[_PARAMS]]
         sizes = [len(group[_PARAMS]) for group in groups_of(self.optimizers)]
         names_stand = modules_unchanged and sizes == self._sizes and same_objects(params, self._params)
-        if names_stand and self._stands():
+        if names_stand and self._stands(look_closer=look_closer):
             return True
         if not names_stand:
             self._params, self._sizes = params, sizes
@@ -95,7 +98,7 @@ class OptimizerSource:
         self._walk()
         return False
 
-    def _stands(self) -> bool:
+    def _stands(self, *, look_closer: bool) -> bool:
         if self._nested:
             return False
         states = [optimizer.state for optimizer in self.optimizers]
@@ -112,7 +115,7 @@ class OptimizerSource:
             keys == self._keys
             and same_objects(list(compress(values, self._is_tensor)), self._state_tensors)
             and not any(isinstance(values[at], (torch.Tensor, Mapping, list)) for at, _, _ in self._objects)
-            and self._guard.stands()
+            and (not look_closer or self._guard.stands())
         )
 
     def _walk(self) -> None:

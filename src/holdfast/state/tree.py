@@ -10,7 +10,8 @@ The state is walked by the rules of ``flatten``, with these in place of plain le
 
 Guarantees: collecting copies nothing and changes nothing: no optimizer state is created, no hook of modules or
 optimizers runs, gradients aren't touched. What modules and optimizers hold is remembered and revalidated by identity,
-shape, dtype and placement; what is in the user's own containers is read anew each time. The order of entries is the
+shape, dtype and placement, and so are tensors in plain dicts and lists; all else in the user's own containers is read
+anew each time. The order of entries is the
 same as long as a collection is ``unchanged``.
 
 Threads: one at a time, the thread that trains.
@@ -18,9 +19,8 @@ Threads: one at a time, the thread that trains.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,15 +28,17 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from holdfast import _torch_compat as compat
 from holdfast.errors import ConfigError
+from holdfast.gc_pause import gc_paused
 from holdfast.plan.structure import PER_RANK
+from holdfast.state.containers import ContainerSource, is_remembered
 from holdfast.state.entries import (
     Collected,
     ObjectEntry,
     Path,
     TensorEntry,
     check_tensor,
+    describe,
     joined,
     same_objects,
 )
@@ -49,7 +51,8 @@ from holdfast.state.per_rank import PerRank
 from holdfast.state.rng import RNG
 from holdfast.state.values import LeafPart, StatefulPart
 
-Part = ModuleSource | OptimizerSource | StatefulPart | LeafPart
+Source = ModuleSource | OptimizerSource | ContainerSource
+Part = Source | StatefulPart | LeafPart
 AUTO_RNG_KEY = "rng"
 
 
@@ -90,13 +93,16 @@ class StateTree:
         self.group_ranks = tuple(group_ranks) if group_ranks is not None else tuple(range(world))
         self._state = state
         self._rng = RNG() if auto_rng else None
-        self._sources: dict[Path, ModuleSource | OptimizerSource] = {}
+        self._sources: dict[Path, Source] = {}
         self._signature: tuple[Any, ...] | None = None
         self._static: tuple[TensorEntry, ...] = ()
         self._static_order: tuple[Path, ...] = ()
         self._described: list[tuple[Any, ...]] | None = None
         self._modules_only = False
         self._fingerprint = 0
+        self._settled: tuple[TensorEntry, ...] = ()
+        self._settled_number = 0
+        self._settled_seen: tuple[Any, list[tuple[ContainerSource, int]]] | None = None
         self._stale = True
 
     def modules_only(self) -> StateTree:
@@ -122,16 +128,18 @@ class StateTree:
 
     # collecting ----------------------------------------------------------------------------------------------
 
-    def collect(self) -> Collected:
+    def collect(self, *, look_closer: bool = True) -> Collected:
         """References to everything the state holds now; returns at once.
 
+        look_closer: False for a caller that will look itself whether the tensors are still of the kinds that they were
+        (shape, dtype, device, placement): ``unchanged`` then says nothing of those of remembered ones.
         Raises `ConfigError`, naming the key, for what can't be stored and for names given twice.
         """
         with gc_paused():
-            return self._collect()
+            return self._collect(look_closer=look_closer)
 
-    def _collect(self) -> Collected:
-        parts = self._refresh()
+    def _collect(self, *, look_closer: bool) -> Collected:
+        parts = self._refresh(look_closer=look_closer)
         static, described, stands = self._static, self._described, not self._stale
         # Until this has gone through: a collection that raises half way must not take a change with it.
         self._stale = True
@@ -140,46 +148,79 @@ class StateTree:
                 entry for part in parts if isinstance(part, ModuleSource | OptimizerSource) for entry in part.tensors
             )
             # A second walk may well find the same: optimizer state that is nested is walked every time.
-            described = list(map(_describe, static))
-            stands = described == self._described and _same_tensors(static, self._static)
+            described = list(map(describe, static))
+            stands = described == self._described and same_objects(*map(_tensors_of, (static, self._static)))
+            static = self._static if stands else static
+        containers = [part for part in parts if isinstance(part, ContainerSource)]
+        for container in containers:
+            container.refresh(look_closer=look_closer)
         sink = _Sink()
         for part in parts:
-            _emit_values(part, sink)
-        tensors = static + tuple(sink.tensors) if sink.tensors else static
-        signature = (list(map(_describe, sink.tensors)), [entry.name for entry in sink.objects])
+            if not isinstance(part, ContainerSource):
+                _emit_values(part, sink)
+        tensors = static + tuple(chain(*(container.tensors for container in containers), sink.tensors))
+        signature = (
+            [container.described for container in containers],
+            list(map(describe, sink.tensors)),
+            [entry.name for entry in sink.objects],
+        )
         unchanged = stands and signature == self._signature
         if not unchanged:
             _check_names(tensors, sink.objects)
             self._fingerprint += 1
             self._signature = signature
         self._static, self._described, self._stale = static, described, False
-        return Collected(tensors, tuple(sink.objects), unchanged, self._fingerprint, self.group_ranks, self.rank)
+        self._settle(containers)
+        return Collected(
+            tensors,
+            tuple(sink.objects),
+            unchanged,
+            self._fingerprint,
+            self.group_ranks,
+            self.rank,
+            self._settled,
+            [*(entry for container in containers for entry in container.restless), *sink.tensors],
+            self._settled_number,
+        )
 
-    def _refresh(self) -> list[Part]:
+    def _settle(self, containers: Sequence[ContainerSource]) -> None:
+        """Keep together what of eager tensors is the same from one collection to the next."""
+        seen = (self._static, [(container, container.number) for container in containers])
+        if self._settled_seen is None or seen[0] is not self._settled_seen[0] or seen[1] != self._settled_seen[1]:
+            self._settled = tuple(
+                chain(
+                    (entry for entry in self._static if not entry.lazy),
+                    *(container.settled for container in containers),
+                )
+            )
+            self._settled_number += 1
+            self._settled_seen = seen
+
+    def _refresh(self, *, look_closer: bool = True) -> list[Part]:
         """All parts of the state, modules and optimizers brought up to date; notes in `_stale` if those had changed."""
         was_stale, self._stale = self._stale, True
         parts = list(self._parts())
         modules = [part for part in parts if isinstance(part, ModuleSource)]
         optimizers = [part for part in parts if isinstance(part, OptimizerSource)]
+        containers = [part for part in parts if isinstance(part, ContainerSource)]
         sources: list[ModuleSource | OptimizerSource] = [*modules, *optimizers]
         order = tuple(source.path for source in sources)
         # Sources are made anew when the object under a path is another one: an unseen source never "stands".
-        self._sources = {source.path: source for source in sources}
+        self._sources = {source.path: source for source in (*sources, *containers)}
         modules_unchanged = order == self._static_order
         for module in modules:
-            modules_unchanged &= module.refresh()
+            modules_unchanged &= module.refresh(look_closer=look_closer)
         unchanged = modules_unchanged
         for optimizer in optimizers:
-            unchanged &= optimizer.refresh(modules, modules_unchanged=modules_unchanged)
+            unchanged &= optimizer.refresh(modules, modules_unchanged=modules_unchanged, look_closer=look_closer)
         self._static_order = order
         self._stale = was_stale or not unchanged
         return parts
 
     def _parts(self) -> Iterator[Part]:
-        for key, value in self._state.items():
-            for part in self._walk(item_path((), key), value, holder=self._state, key=key):
-                if isinstance(part, ModuleSource) or not self._modules_only:
-                    yield part
+        for part in self._walk_items((), self._state):
+            if isinstance(part, ModuleSource) or not self._modules_only:
+                yield part
         if self._rng is not None and AUTO_RNG_KEY not in self._state:
             yield StatefulPart((AUTO_RNG_KEY, PER_RANK), self._rng, optional=True)
 
@@ -204,14 +245,25 @@ class StateTree:
                 "StatefulDataLoader, or leave it out",
                 field=name,
             )
-        elif isinstance(value, Mapping) and value:
-            for inner_key, inner in value.items():
-                yield from self._walk(item_path(path, inner_key), inner, holder=value, key=inner_key)
-        elif isinstance(value, list) and is_entered(value, _is_live):
-            for index, inner in enumerate(value):
-                yield from self._walk((*path, index), inner, holder=value, key=index)
+        elif (isinstance(value, Mapping) and value) or (isinstance(value, list) and is_entered(value, _is_live)):
+            yield from self._walk_items(path, value)
         else:
             yield LeafPart(path, holder, key, value)
+
+    def _walk_items(self, path: Path, holder: Any) -> Iterator[Part]:
+        items: Iterable[tuple[Any, Any]] = enumerate(holder) if isinstance(holder, list) else holder.items()
+        if is_remembered(holder) and not self._modules_only:
+            known = self._sources.get(path)
+            remembered = isinstance(known, ContainerSource) and known.holder is holder
+            source = known if remembered else ContainerSource(path, holder)
+            assert isinstance(source, ContainerSource)
+            if source.look():
+                items = source.others()
+                if source.has_tensors:
+                    yield source
+        for key, value in items:
+            inside = (*path, key) if isinstance(holder, list) else item_path(path, key)
+            yield from self._walk(inside, value, holder=holder, key=key)
 
     def _module_source(self, path: Path, modules: tuple[nn.Module, ...], *, staged: bool) -> ModuleSource:
         known = self._sources.get(path)
@@ -257,7 +309,7 @@ class StateTree:
         that saved (None: as many as per-rank names say). Top-level keys in ``exclude``, and with ``model_only`` all
         that aren't modules, are neither wanted nor unexpected; in a state without modules ``model_only`` means nothing.
         """
-        parts = self._refresh()
+        parts = list(_single_values(self._refresh()))
         model_only = model_only and any(isinstance(part, ModuleSource) for part in parts)
         builder = LoadBuilder(
             stored_tensors, stored_objects, stored_paths, rank=self.rank, world=self.world, stored_world=stored_world
@@ -272,18 +324,6 @@ class StateTree:
         for key in exclude:
             builder.excuse(key)
         return builder.build()
-
-
-@contextmanager
-def gc_paused() -> Iterator[None]:
-    """Without this, making a hundred thousand entries sets off collections that take as long as the work itself."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class _Sink:
@@ -302,7 +342,15 @@ class _Sink:
             self.objects.append(ObjectEntry(name, path, value))
 
 
-def _emit_values(part: Part, sink: _Sink) -> None:
+def _single_values(parts: Iterable[Part]) -> Iterator[ModuleSource | OptimizerSource | StatefulPart | LeafPart]:
+    for part in parts:
+        if isinstance(part, ContainerSource):
+            yield from part.leaves()
+        else:
+            yield part
+
+
+def _emit_values(part: ModuleSource | OptimizerSource | StatefulPart | LeafPart, sink: _Sink) -> None:
     """What isn't remembered from one collection to the next: plain values, options, what objects say of themselves."""
     if isinstance(part, LeafPart):
         if not isinstance(part.value, Mapping):
@@ -318,15 +366,8 @@ def _emit_values(part: Part, sink: _Sink) -> None:
             flatten(path, option, sink)
 
 
-def _describe(entry: TensorEntry) -> tuple[Any, ...]:
-    tensor = entry.tensor
-    if compat.is_dtensor(tensor):
-        return entry.name, tensor.shape, tensor.dtype, tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
-    return entry.name, tensor.shape, tensor.dtype, tensor.device
-
-
-def _same_tensors(left: Sequence[TensorEntry], right: Sequence[TensorEntry]) -> bool:
-    return same_objects([entry.tensor for entry in left], [entry.tensor for entry in right])
+def _tensors_of(entries: Sequence[TensorEntry]) -> list[torch.Tensor]:
+    return [entry.tensor for entry in entries]
 
 
 def _check_names(tensors: Sequence[TensorEntry], objects: Sequence[ObjectEntry]) -> None:

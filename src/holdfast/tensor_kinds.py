@@ -1,0 +1,85 @@
+"""Whether many tensors are still of the kinds they were: shape, dtype, device, and where torch can tell, strides.
+
+Identity says nothing of that: ``tensor.data = other`` leaves the object and replaces what it is. Fetching a tensor's
+parts from memory is what looking costs, so tensors are looked at `TOGETHER` at a time: whoever looks at the same ones
+for something else right after finds them in a core's cache.
+
+Guarantees: changes nothing and holds no tensor. Does not look at values, versions or addresses (``staging.tripwire``).
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from holdfast import _torch_compat as compat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+TOGETHER: Final = 512
+"""That many tensors are still in a core's cache when they are looked at a second time."""
+
+_by_shape = attrgetter("shape", "dtype", "device")
+_by_size = attrgetter("nbytes", "dtype", "device")
+_is_contiguous: Callable[[torch.Tensor], bool] = torch.Tensor.is_contiguous
+_is_neg: Callable[[torch.Tensor], bool] = torch.Tensor.is_neg
+
+
+class KindGuard:
+    """The kinds of at most `TOGETHER` tensors. The tensors themselves are given again with each question."""
+
+    __slots__ = ("_check", "_look", "_looks")
+
+    def __init__(self, tensors: Sequence[torch.Tensor], *, thorough: bool) -> None:
+        """thorough: compare shapes even where torch has no quick way to; else sizes in bytes stand in for them."""
+        self._check = compat.same_kind_check(tensors)
+        self._look = _by_shape if thorough or self._check is not None else _by_size
+        self._looks: list[Any] = _interned(list(map(self._look, tensors)))
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether torch compares them at once, strides included."""
+        return self._check is not None
+
+    def stands(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether each is of the kind it was."""
+        if self._check is not None and self._check(*tensors):
+            return True
+        if list(map(self._look, tensors)) != self._looks:
+            return False
+        if self._check is not None:
+            # Their `requires_grad` is another, say, or the mode that autograd is in.
+            self._check = compat.same_kind_check(tensors)
+        return True
+
+
+class LayoutGuard(KindGuard):
+    """`KindGuard` that also knows which tensors' memory is, byte for byte, what a contiguous copy of them is."""
+
+    __slots__ = ("_plain",)
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(tensors, thorough=True)
+        self._plain = _plain(tensors)
+
+    def stands(self, tensors: Sequence[torch.Tensor]) -> bool:
+        check = self._check
+        return super().stands(tensors) and (
+            (check is not None and self._check is check) or _plain(tensors) == self._plain
+        )
+
+
+def _plain(tensors: Sequence[torch.Tensor]) -> bytes:
+    return bytes(map(_is_contiguous, tensors)) + bytes(map(_is_neg, tensors))
+
+
+def _interned(looks: list[Any]) -> list[Any]:
+    """Equal ones as one object: most tensors are of few kinds."""
+    try:
+        known = {look: look for look in looks}
+        return [known[look] for look in looks]
+    except TypeError:
+        return looks
