@@ -307,7 +307,7 @@ class Saver:
 
     def _capture(self, tree: StateTree, request: SaveRequest, handle: SaveHandle, dtype: str | None) -> Capture:
         snapshot = self._snapshots.take(tree, dtype)
-        staging = Staging(snapshot.watched, snapshot.devices)
+        staging = Staging(snapshot.watched, snapshot.devices, marks=snapshot.marks)
         capture = Capture(request, handle, self._group.rank, snapshot, staging)
         plan = self._stager.plan
         if plan is not None and plan.digest == snapshot.digest and (snapshot.from_device or request.eager):
@@ -433,7 +433,9 @@ class Saver:
         """Nobody writes to the buffer any more, or nobody else ever gets it."""
         buffer, capture.buffer = capture.buffer, None
         try:
-            if not capture.staging.wait_idle(IDLE_GRACE_S) and buffer is not None:
+            if capture.staging.wait_idle(IDLE_GRACE_S):
+                capture.snapshot.release()
+            elif buffer is not None:
                 _log.error("copies of step %s do not end; their memory is kept", capture.request.step)
                 self._stager.stuck.append(buffer)
                 buffer = None

@@ -84,7 +84,10 @@ class Stager:
     def load_copies(self, capture: Capture, buffer: CaptureBuffer) -> None:
         """Say what is to be copied into ``buffer``; copies from a device are enqueued, on the calling thread."""
         snapshot = capture.snapshot
-        capture.staging.load(buffer.cached_copies_of(snapshot.lazy), buffer.copies_of(snapshot.held))
+        held = [buffer.copies_of(snapshot.held)]
+        if snapshot.gathered is not None:
+            held.append(buffer.cached_copies_from(snapshot.gathered))
+        capture.staging.load(buffer.cached_copies_of(snapshot.lazy, by_address=True), *held)
 
     def prepare(self, warm_up: WarmUp) -> None:
         """A save's agreement and planning without a save; what goes wrong here is told by the first save."""
@@ -104,6 +107,8 @@ class Stager:
                 self.plan = plan
         except Exception as error:  # noqa: BLE001 - the first save meets it again, and tells
             _log.warning("preparing the first save failed, it will be slower or fail too: %s", error)
+        if snapshot is not None:
+            snapshot.release()
 
     def vote_absent(self, absence: Absence) -> tuple[BaseException, Stage]:
         """Tell the other ranks that this one can't take part; returns how its handle ends."""

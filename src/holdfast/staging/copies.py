@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import gcd
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -22,6 +22,10 @@ from holdfast.errors import StateMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+
+    import numpy as np
+
+    from holdfast.staging.scatter import Scatter, ScatterBatch
 
 BATCH_BYTES: Final = 32 << 20
 BATCH_TENSORS: Final = 1024
@@ -124,27 +128,39 @@ class CopyBatch:
 class Copies:
     """All copies of one structure into one buffer: from host memory in batches, from each CUDA device in one."""
 
-    from_host: tuple[CopyBatch, ...]
+    from_host: tuple[CopyBatch | ScatterBatch, ...]
     from_device: Mapping[torch.device, CopyBatch]
     whole: Mapping[str, int]
     """Where in memory the copies of whole tensors are that are taken as they are, by name."""
+    scatter: Scatter | None = None
+    """The copies that are made by address: to be located before use."""
 
     @classmethod
-    def of(cls, items: Sequence[CopyItem]) -> Copies:
+    def of(
+        cls, items: Sequence[CopyItem], scatter: Scatter | None = None, scattered: Mapping[str, int] | None = None
+    ) -> Copies:
+        """scatter, scattered: what is copied by address instead, and where in memory that goes, by name."""
         host = [item for item in items if item.tensor.device.type != "cuda"]
         by_device: dict[torch.device, list[CopyItem]] = {}
         for item in items:
             if item.tensor.device.type == "cuda":
                 by_device.setdefault(item.tensor.device, []).append(item)
         return cls(
-            from_host=tuple(map(CopyBatch, _cut(host))),
+            from_host=(*(() if scatter is None else scatter.batches), *map(CopyBatch, _cut(host))),
             from_device={device: CopyBatch(group) for device, group in by_device.items()},
             whole={
                 item.name: item.target.data_ptr()
                 for item in host
                 if item.box is None and item.tensor.dtype == item.target.dtype
-            },
+            }
+            | dict(scattered or ()),
+            scatter=scatter,
         )
+
+    def locate(self, addresses: Sequence[int] | np.ndarray[Any, np.dtype[np.uint64]]) -> None:
+        """Say where the memory of all tensors is now: those copied by address are found by it."""
+        if self.scatter is not None:
+            self.scatter.locate(addresses)
 
 
 def _cut(items: Sequence[CopyItem]) -> Iterable[list[CopyItem]]:

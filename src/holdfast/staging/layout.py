@@ -4,7 +4,7 @@
 render all headers and trailers, make the views. Filling it is then nothing but copies.
 
 Guarantees: after `build`, the only bytes that staging writes are tensor payloads and object records; everything
-else of every file is final. Views are made once and reused for ever.
+else of every file is final.
 Does not decide offsets (``plan.write``) and does not copy (``staging.stager``).
 """
 
@@ -18,22 +18,36 @@ import torch
 from holdfast import _torch_compat as compat
 from holdfast import events
 from holdfast.format import torch_record
-from holdfast.staging.copies import Copies, CopyItem
+from holdfast.staging.copies import Copies, CopyBatch, CopyItem
 from holdfast.staging.image import PAGE_BYTES, Image
+from holdfast.staging.scatter import (
+    CAN_SCATTER,
+    SCATTER_BYTES_MAX,
+    Piece,
+    Scatter,
+    is_scattered_as_it_is,
+    refuse_gone,
+    worth_scattering,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from holdfast.plan.write import PlacedObject, PlacedTensor, RankPlan
+    from holdfast.staging.gathering import Gathered
 
 
 @dataclass(frozen=True, slots=True)
-class PayloadView:
-    """Where one shard goes: ``view`` is its payload in the image, shaped and typed as the box."""
+class Payload:
+    """Where one shard goes: ``place`` counts the records of this buffer, one more from one file to the next."""
 
     placed: PlacedTensor
     image_offset: int
-    view: torch.Tensor
+    place: int
+
+    def piece(self, source: int) -> Piece:
+        """It as what is copied by address from ``source``."""
+        return Piece(source, self.image_offset, self.placed.nbytes, self.place)
 
 
 class CaptureBuffer:
@@ -51,19 +65,19 @@ class CaptureBuffer:
             total += file.size
         self.nbytes = total
         self.image = Image(max(total, PAGE_BYTES))
-        self._payloads_of: dict[str, list[PayloadView]] = {}
+        self._payloads_of: dict[str, list[Payload]] = {}
         self.engine_image: int | None = None
         """The number the engine knows the image by."""
         self._copies: tuple[Mapping[str, torch.Tensor], Copies] | None = None
+        self._gathered: tuple[Sequence[str], Copies] | None = None
 
     def build(self, *, pin: bool) -> None:
         """Warm the memory and render everything that never changes. Off the training thread; takes seconds for GBs."""
         self.image.warm_up()
         if pin:
             self.image.pin()
-        memory = self.image.bytes_view
-        host = compat.host_memory(memory)
-        for placed in self.plan.tensors:
+        host = compat.host_memory(self.image.bytes_view)
+        for number, placed in enumerate(self.plan.tensors):
             base = self.file_offsets[placed.file]
             header, trailer = torch_record.render(placed.dtype, placed.sizes, record_offset=placed.record_offset)
             start = base + placed.record_offset
@@ -71,8 +85,7 @@ class CaptureBuffer:
             end = payload + placed.nbytes
             host[start : start + len(header)] = header
             host[end : end + len(trailer)] = trailer
-            view = memory[payload:end].view(getattr(torch, placed.dtype)).view(placed.sizes)
-            self._payloads_of.setdefault(placed.source, []).append(PayloadView(placed, payload, view))
+            self._payloads_of.setdefault(placed.source, []).append(Payload(placed, payload, number + placed.file))
         events.count("headers_rendered", len(self.plan.tensors))
 
     def put_object(self, placed: PlacedObject, record: bytes) -> None:
@@ -82,29 +95,69 @@ class CaptureBuffer:
         start = self.file_offsets[placed.file] + placed.offset
         compat.host_memory(self.image.bytes_view)[start : start + placed.capacity] = record
 
-    def copies_of(self, tensors: Mapping[str, torch.Tensor]) -> Copies:
+    def copies_of(self, tensors: Mapping[str, torch.Tensor], *, by_address: bool = False) -> Copies:
         """The copies that fill this buffer from ``tensors`` (names of the structure to outer tensors).
 
-        Names that have no place here are left out: another rank writes them.
+        Names that have no place here are left out: another rank writes them. by_address: small tensors may be copied
+        from where the `Copies` are told, before use, that each of ``tensors`` is.
         """
+        items: list[CopyItem] = []
+        pieces: list[Piece] = []
+        of_source: dict[int, tuple[torch.Tensor, Payload]] = {}
+        for index, (name, tensor) in enumerate(tensors.items()):
+            for payload in self._payloads_of.get(name, ()):
+                if by_address and CAN_SCATTER and _can_scatter(payload.placed, tensor):
+                    of_source[index] = (tensor, payload)  # all of it is one payload
+                    pieces.append(payload.piece(index))
+                else:
+                    items.append(self._item(tensor, payload))
+        kept, alone = worth_scattering(pieces)
+        items += [self._item(*of_source.pop(piece.source)) for piece in alone]
+        if not kept:
+            return Copies.of(items)
+
+        def copy_otherwise(sources: Sequence[int]) -> None:
+            for source in sources:
+                tensor, payload = of_source[source]
+                refuse_gone(payload.placed.source, tensor)
+            CopyBatch(self._item(*of_source[source]) for source in sources).copy()
+
+        base = self.image.bytes_view.data_ptr()
         return Copies.of(
-            [
-                CopyItem(name, tensor, _box_within(payload.placed, tensor), payload.view)
-                for name, tensor in tensors.items()
-                for payload in self._payloads_of.get(name, ())
-            ]
+            items,
+            Scatter(self.image, kept, copy_otherwise),
+            {payload.placed.source: base + payload.image_offset for _, payload in of_source.values()},
         )
 
-    def cached_copies_of(self, tensors: Mapping[str, torch.Tensor]) -> Copies:
+    def cached_copies_of(self, tensors: Mapping[str, torch.Tensor], *, by_address: bool = False) -> Copies:
         """`copies_of`, made once and given again as long as the same mapping object is passed."""
         if self._copies is None or self._copies[0] is not tensors:
-            self._copies = (tensors, self.copies_of(tensors))
+            self._copies = (tensors, self.copies_of(tensors, by_address=by_address))
         return self._copies[1]
+
+    def cached_copies_from(self, gathered: Gathered) -> Copies:
+        """The copies that fill this buffer from gathered values; made once for all that are gathered alike."""
+        if self._gathered is None or self._gathered[0] is not gathered.names:
+            pieces = [
+                payload.piece(index)
+                for index, name in enumerate(gathered.names)
+                for payload in self._payloads_of.get(name, ())
+            ]
+            self._gathered = (gathered.names, Copies.of((), Scatter(self.image, pieces, _refuse_own)))
+        copies = self._gathered[1]
+        copies.locate(gathered.addresses)
+        return copies
+
+    def _item(self, tensor: torch.Tensor, payload: Payload) -> CopyItem:
+        placed, start = payload.placed, payload.image_offset
+        memory = self.image.bytes_view[start : start + placed.nbytes]
+        view = memory.view(getattr(torch, placed.dtype)).view(placed.sizes)
+        return CopyItem(placed.source, tensor, _box_within(placed, tensor), view)
 
     def close(self) -> None:
         """Let go of the views and the descriptor; the memory goes with the last view."""
         self._payloads_of.clear()
-        self._copies = None
+        self._copies = self._gathered = None
         self.image.close()
 
 
@@ -112,3 +165,18 @@ def _box_within(placed: PlacedTensor, tensor: torch.Tensor) -> tuple[tuple[int, 
     if tuple(compat.local_tensor(tensor).shape) == placed.sizes:
         return None
     return placed.local_offsets, placed.sizes
+
+
+def _can_scatter(placed: PlacedTensor, tensor: torch.Tensor) -> bool:
+    if not 0 < placed.nbytes <= SCATTER_BYTES_MAX:
+        return False
+    local = compat.local_tensor(tensor)
+    return (
+        is_scattered_as_it_is(local)
+        and tuple(local.shape) == placed.sizes
+        and local.dtype is getattr(torch, placed.dtype)
+    )
+
+
+def _refuse_own(_: Sequence[int]) -> None:
+    raise AssertionError("values that were gathered for a capture can't be read")

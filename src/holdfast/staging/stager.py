@@ -29,10 +29,11 @@ import torch
 from holdfast.errors import DeadlineExceeded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from holdfast.staging.copies import Copies, CopyBatch
-    from holdfast.staging.tripwire import WatchList
+    from holdfast.staging.scatter import ScatterBatch
+    from holdfast.staging.tripwire import Marks, WatchList
 
 VERIFY_GRACE_S: Final = 1.0
 
@@ -63,7 +64,7 @@ def _record_event(stream: Any) -> Any:
     return event
 
 
-def copy_batch(batch: CopyBatch, *, non_blocking: bool = False) -> None:
+def copy_batch(batch: CopyBatch | ScatterBatch, *, non_blocking: bool = False) -> None:
     """The one place where bytes of the state are copied."""
     batch.copy(non_blocking=non_blocking)
 
@@ -76,13 +77,14 @@ class Staging:
     copies come from. Raises `ConfigError` for a tensor that can't be copied.
     """
 
-    def __init__(self, watched: WatchList, devices: Iterable[torch.device] = ()) -> None:
-        self._marks = watched.mark()
+    def __init__(self, watched: WatchList, devices: Iterable[torch.device] = (), *, marks: Marks | None = None) -> None:
+        """marks: how ``watched`` are, if that was noted a moment ago."""
+        self._marks = watched.mark() if marks is None else marks
         # Copies of a replan are enqueued by another thread: this is the point of the training stream they follow.
         self._ready = {device: _record_event(torch.cuda.current_stream(device)) for device in devices}
         self._condition = threading.Condition()
-        self._batches: list[CopyBatch] = []
-        self._whole: dict[str, int] = {}
+        self._batches: list[CopyBatch | ScatterBatch] = []
+        self._whole: Mapping[str, int] = {}
         self._next = 0
         self._copying = 0
         self._device_copies: list[_DeviceCopies] = []
@@ -94,20 +96,22 @@ class Staging:
         self.copied_at: float | None = None
         self.copy_s = 0.0
 
-    def load(self, live: Copies, held: Copies) -> None:
+    def load(self, live: Copies, *held: Copies) -> None:
         """Take the copies to make, and enqueue those from CUDA.
 
         ``live`` are of tensors that are watched, ``held`` of values that are the capture's own: no update need wait
         for those.
         """
         started = time.perf_counter()
+        live.locate(self._marks.addresses)
+        every = (live, *held)
         device_copies = self._device_copies = []
-        for device in {**live.from_device, **held.from_device}:
-            batches = [copies.from_device[device] for copies in (live, held) if device in copies.from_device]
+        for device in {device: None for copies in every for device in copies.from_device}:
+            batches = [copies.from_device[device] for copies in every if device in copies.from_device]
             self._enqueue(device, batches, device_copies)
         with self._condition:
-            self._batches, self._next = [*live.from_host, *held.from_host], 0
-            self._whole = dict(live.whole)
+            self._batches, self._next = [batch for copies in every for batch in copies.from_host], 0
+            self._whole = live.whole
             self.is_loaded, self.copied_at, self._compared = True, None, False
             # What is enqueued now reads from where the tensors are now, whatever happens to them later.
             self._found = self._marks.moved() if device_copies else None

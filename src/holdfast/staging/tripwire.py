@@ -18,13 +18,14 @@ Does not: prove anything. A write that bumps no counter is found only where a wo
 from __future__ import annotations
 
 import ctypes
-from operator import add, attrgetter
+from operator import add, attrgetter, is_
 from typing import TYPE_CHECKING, Final
 
 import torch
 
 from holdfast import _torch_compat as compat
 from holdfast.errors import ConfigError
+from holdfast.tensor_kinds import TOGETHER, LayoutGuard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,8 +35,6 @@ SPOT_EVERY_BYTES: Final = 32 << 20
 """A large tensor has one spot in each stretch of this length."""
 SPOTS_MAX: Final = 4096
 """With more tensors than this only some have a spot: reading one takes a fraction of a microsecond."""
-TOGETHER: Final = 1024
-"""That many tensors are still in a core's cache when they are looked at a second time."""
 
 _version = attrgetter("_version")
 _nbytes = attrgetter("nbytes")
@@ -55,24 +54,44 @@ class WatchList:
         self._counted = [index for index, tensor in enumerate(self.tensors) if not tensor.is_inference()]
         self._all_counted = len(self._counted) == len(self.tensors)
         self._dtensors = [index for index, tensor in enumerate(self.tensors) if compat.is_dtensor(tensor)]
+        self._specs = [compat.dtensor_spec(self.tensors[index]) for index in self._dtensors]
+        held = self._locals()
+        self._kinds = [(start, LayoutGuard(held[start : start + TOGETHER])) for start in range(0, len(held), TOGETHER)]
         self._spots = Spots((), ())
         self._spotted: list[int] = []
-        self._choose_spots(self._locals())
+        self._choose_spots(held)
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether torch can tell of many of these tensors at once that each is still laid out as it was."""
+        return all(kind.is_quick for _, kind in self._kinds)
 
     def mark(self) -> Marks:
         """Note how the tensors are now. On the training thread. Raises `ConfigError` for one without memory."""
-        held = self._locals()
+        marks = self._mark(self._locals(), of_known_kinds=False)
+        assert marks is not None
+        return marks
+
+    def mark_known(self) -> Marks | None:
+        """`mark`, unless a tensor has another shape, dtype, device, placement or strides than when this was made."""
+        if not all(map(is_, map(compat.dtensor_spec, map(self.tensors.__getitem__, self._dtensors)), self._specs)):
+            return None
+        return self._mark(self._locals(), of_known_kinds=True)
+
+    def _mark(self, held: Sequence[torch.Tensor], *, of_known_kinds: bool) -> Marks | None:
         addresses: list[int] = []
         versions: list[int] = []
-        if self._dtensors or not self._all_counted:
-            addresses = list(map(_address, held))
-            versions = self.versions(held)
-        else:
-            # What takes the time is fetching each tensor from memory: once is enough.
-            for start in range(0, len(held), TOGETHER):
-                few = held[start : start + TOGETHER]
-                addresses += map(_address, few)
+        at_once = self._all_counted and not self._dtensors
+        # What takes the time is fetching each tensor from memory: once is enough.
+        for start, kind in self._kinds:
+            few = held[start : start + TOGETHER]
+            if of_known_kinds and not kind.stands(few):
+                return None
+            addresses += map(_address, few)
+            if at_once:
                 versions += map(_version, few)
+        if not at_once:
+            versions = self.versions(held)
         if 0 in addresses:
             self._refuse_freed(held, addresses)
         if not all(map(_is_contiguous, map(held.__getitem__, self._spotted))):
@@ -132,9 +151,9 @@ class Spots:
 
 
 class Marks:
-    """How the tensors of a `WatchList` were at one moment."""
+    """How the tensors of a `WatchList` were at one moment. ``addresses`` are those of their memory, one by one."""
 
-    __slots__ = ("_addresses", "_list", "_spots", "_versions", "_words")
+    __slots__ = ("_list", "_spots", "_versions", "_words", "addresses")
 
     def __init__(
         self,
@@ -145,7 +164,7 @@ class Marks:
         words: list[int],
     ) -> None:
         self._list = watch_list
-        self._versions, self._addresses, self._spots, self._words = versions, addresses, spots, words
+        self._versions, self.addresses, self._spots, self._words = versions, addresses, spots, words
 
     def written(self) -> str | None:
         """The first tensor whose version has moved, or None. See the module about which thread may ask."""
@@ -158,9 +177,9 @@ class Marks:
     def moved(self) -> str | None:
         """The first tensor that has its memory elsewhere now, or None."""
         now = self._list.addresses()
-        if now == self._addresses:
+        if now == self.addresses:
             return None
-        places = zip(self._list.names, now, self._addresses, strict=True)
+        places = zip(self._list.names, now, self.addresses, strict=True)
         return next(name for name, left, right in places if left != right)
 
     def differing(self, copies: Mapping[str, int]) -> str | None:

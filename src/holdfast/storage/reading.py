@@ -13,6 +13,7 @@ Does not: know tensors. The caller says what a range holds when it is found corr
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import threading
@@ -20,7 +21,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import numpy as np
 import xxhash
 
 from holdfast.errors import CheckpointCorrupt, StorageError
@@ -414,7 +414,11 @@ def _copy(memory: memoryview, value: memoryview) -> None:
     if len(memory) < SMALL_PART_BYTES:
         memory[:] = value
     else:
-        np.copyto(np.frombuffer(memory, np.uint8), np.frombuffer(value, np.uint8))
+        ctypes.memmove(_address_of(memory), _address_of(value), len(value))
+
+
+def _address_of(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 class Blamer:
