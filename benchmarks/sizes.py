@@ -14,10 +14,10 @@ class Size:
     """Amounts of every case; durations and budgets follow from them.
 
     thorough: every case with every peer. rounds: counted rounds of each case, after one that is not; rounds_budget_s:
-    once these have taken so long, the slowest have no more than ``rounds_least``. layers, hidden, vocab: of the language
-    model whose weights and AdamW state are case (a). small_tensors, small_bytes: case (b). many_tensors: case (c), 256 bytes
-    each. train_*: case (d), one block is so many iterations with a save every so many. memory_saves, memory_mib: case
-    (g). warm_up_s: case (e), how long training goes on between the warm-up and the first save.
+    once these have taken so long, the slowest have no more than ``rounds_least``. layers, hidden, vocab: of the
+    language model whose weights and AdamW state are case (a). small_tensors, small_bytes: case (b). many_tensors: case
+    (c), 256 bytes each. train_*: case (d), one block is so many iterations with a save every so many. memory_saves,
+    memory_mib: case (g). warm_up_s: case (e), how long training goes on between the warm-up and the first save.
     """
 
     name: str

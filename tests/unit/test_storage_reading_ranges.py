@@ -180,11 +180,35 @@ def test_no_job_is_begun_after_one_has_failed(tmp_path: Path, content: bytes) ->
     assert begun == []
 
 
-def test_jobs_run_on_as_many_threads_as_there_are(tmp_path: Path, content: bytes) -> None:
+def meet(tmp_path: Path, count: int, *, evicted: bool) -> None:
+    """Have ``count`` jobs wait for each other: that takes as many threads."""
+    if evicted:
+        evict(tmp_path / "f")
+        if is_cached(tmp_path / "f", 0):
+            pytest.skip("this file system keeps nothing outside of the page cache")
+    together = threading.Barrier(count)
     stored = {"f": StoredFile("f", SIZE, None)}
-    together = threading.Barrier(3)
-    with FileSet(str(tmp_path), stored, verify=False, threads=3, blame=lambda *_: None) as opened:
-        opened.read([functools.partial(together.wait, 20.0)] * 3)
+    with FileSet(str(tmp_path), stored, verify=False, threads=count, blame=lambda *_: None) as opened:
+        jobs = opened.jobs_for("f", [Piece(0, memoryview(bytearray(9)))])
+        opened.read([*[functools.partial(together.wait, 20.0)] * count, *jobs])
+
+
+def test_a_disk_is_read_by_as_many_threads_as_there_are(tmp_path: Path, content: bytes) -> None:
+    meet(tmp_path, len(os.sched_getaffinity(0)) + 2, evicted=True)
+
+
+def test_memory_is_read_by_no_more_threads_than_cores(tmp_path: Path, content: bytes) -> None:
+    cores = len(os.sched_getaffinity(0))
+    meet(tmp_path, cores, evicted=False)
+    seen = set()
+
+    def note() -> None:
+        seen.add(threading.get_ident())
+        time.sleep(0.02)
+
+    with FileSet(str(tmp_path), {}, verify=False, threads=cores + 2, blame=lambda *_: None) as opened:
+        opened.read([note] * (4 * cores))
+    assert len(seen) <= cores
 
 
 def test_unverified_reading_goes_straight_to_memory(tmp_path: Path, content: bytes) -> None:
