@@ -16,14 +16,14 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from holdfast import events
 from holdfast.boxes import Box, whole
-from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, HoldfastError, StorageError
-from holdfast.format.manifest import EXTENT_BYTES, METADATA_NAME
+from holdfast.errors import CheckpointNotFound, ConfigError, HoldfastError, StorageError
+from holdfast.format.manifest import METADATA_NAME
 from holdfast.format.objects import load_object
 from holdfast.opening import open_source
 from holdfast.plan.read import Want, plan_reads
@@ -31,6 +31,7 @@ from holdfast.reading import Destination, read_into
 from holdfast.source import HoldfastSource
 from holdfast.state.entries import torch_dtype
 from holdfast.storage.local import LocalStorage
+from holdfast.verifying import SPAN_BYTES, Problem, VerifyReport, problem_of, verify_source
 
 if TYPE_CHECKING:
     import mmap
@@ -38,12 +39,10 @@ if TYPE_CHECKING:
     from holdfast.format.manifest import Manifest
     from holdfast.plan.read import StoredTensor
     from holdfast.source import Source
-    from holdfast.storage.descriptors import StoredFile
-    from holdfast.storage.reading import FileSet
 
 Index = tuple[slice | int, ...] | slice | int
 
-VERIFY_SPAN_BYTES: Final = 8 << 20
+__all__ = ["Checkpoint", "Index", "Problem", "TensorInfo", "VerifyReport", "open_checkpoint", "read_objects"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +53,6 @@ class TensorInfo:
     dtype: torch.dtype
     nbytes: int
     shards: tuple[Box, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One thing that is wrong: ``path`` of the file, the tensor where known, the byte range where known."""
-
-    path: str
-    tensor: str | None
-    byte_range: tuple[int, int] | None
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
-    """What `Checkpoint.verify` found. ``checksummed`` is False for a foreign checkpoint, which has none."""
-
-    ok: bool
-    files: int
-    nbytes: int
-    checksummed: bool
-    problems: tuple[Problem, ...]
 
 
 class Checkpoint:
@@ -163,8 +141,8 @@ class Checkpoint:
         start, end = shard.payload_offset, shard.payload_offset + shard.nbytes
         with self._source.open_files(verify=verify) as files:
             if verify:
-                for at in range(start, end, VERIFY_SPAN_BYTES):
-                    files.read_span(shard.file, at, min(end, at + VERIFY_SPAN_BYTES))
+                for at in range(start, end, SPAN_BYTES):
+                    files.read_span(shard.file, at, min(end, at + SPAN_BYTES))
             if shard.file not in self._maps:
                 self._maps[shard.file] = files.map(shard.file)
         flat = torch.frombuffer(self._maps[shard.file], dtype=torch.uint8, count=shard.nbytes, offset=start)
@@ -210,56 +188,13 @@ class Checkpoint:
 
         progress: called with (bytes done, bytes in all) now and then, on the calling thread.
         """
-        problems = list(map(_problem, self._source.check_listing()))
-        total = sum(max(0, file.size) for file in self._source.files.values())
-        done = 0
-
-        def advance(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            if progress is not None:
-                progress(done, total)
-
-        with self._source.open_files(verify=True) as files:
-            for file in self._source.files.values():
-                if file.size >= 0:  # one that is not there is in the listing
-                    problems.extend(map(_problem, _check(files, file, advance)))
-        return VerifyReport(not problems, len(self._source.files), total, self._source.checksummed, tuple(problems))
-
-
-def _check(files: FileSet, file: StoredFile, advance: Callable[[int], None]) -> Iterator[HoldfastError]:
-    """Read a whole file: every extent of it that is wrong, or the one reason why it can't be read."""
-    left = file.size
-    try:
-        files.require(file.name)
-        for start in range(0, file.size, VERIFY_SPAN_BYTES):
-            end = min(file.size, start + VERIFY_SPAN_BYTES)
-            yield from _bad_extents(files, file.name, start, end)
-            left -= end - start
-            advance(end - start)
-    except (CheckpointCorrupt, StorageError) as error:
-        yield error
-        advance(left)
-
-
-def _bad_extents(files: FileSet, name: str, start: int, end: int) -> Iterator[CheckpointCorrupt]:
-    """Every bad extent of a span, not just its first. Raises `StorageError`."""
-    try:
-        files.read_span(name, start, end)
-        return
-    except CheckpointCorrupt:
-        pass
-    for extent in range(start, end, EXTENT_BYTES):
         try:
-            files.read_span(name, extent, min(end, extent + EXTENT_BYTES))
-        except CheckpointCorrupt as error:
-            yield error
-
-
-def _problem(error: HoldfastError) -> Problem:
-    return Problem(
-        getattr(error, "path", ""), getattr(error, "tensor", None), getattr(error, "byte_range", None), str(error)
-    )
+            source = self._source.fresh()
+        except HoldfastError as error:
+            return VerifyReport(
+                ok=False, files=0, nbytes=0, checksummed=self._source.checksummed, problems=(problem_of(error),)
+            )
+        return verify_source(source, progress)
 
 
 class _Objects(Mapping[str, Any]):

@@ -74,6 +74,15 @@ class ForeignSource:
             if file.size < needed[name]
         ]
 
+    @property
+    def readable_files(self) -> dict[str, StoredFile]:
+        """All that its metadata names."""
+        return self.files
+
+    def fresh(self) -> ForeignSource:
+        """What its metadata said when it was opened: sizes are compared with that."""
+        return self
+
     def open_files(self, *, verify: bool, direct: bool = False) -> FileSet:
         """Its files; there is nothing to verify them with."""
         del verify, direct
@@ -174,8 +183,9 @@ def _has_metadata(directory: str) -> bool:
 
 def _add(source: ForeignSource, below: str, key: tuple[str, ...]) -> None:
     """Add what the ``.metadata`` of subdirectory ``below`` lists; names get ``key`` in front unless they carry it."""
-    path = os.path.join(source.directory, below, METADATA_NAME)
-    metadata = read_metadata(read_small(path, limit=METADATA_BYTES_MAX), path=path)
+    name = os.path.join(below, METADATA_NAME)
+    path = os.path.join(source.directory, name)
+    metadata = read_metadata(read_small(source.directory, name, limit=METADATA_BYTES_MAX), path=path)
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     names = list(metadata.state_dict_metadata)
     prefix = key if key and not all(name.startswith(f"{key[0]}.") for name in names) else ()

@@ -9,7 +9,6 @@ out of the directory.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import stat
@@ -25,6 +24,7 @@ from holdfast.format.manifest import (
     MANIFEST_NAME,
     METADATA_NAME,
     Manifest,
+    ManifestReport,
     RankIndex,
     Report,
     attempt_in,
@@ -36,10 +36,11 @@ from holdfast.format.sealed import xxh3_128
 from holdfast.plan.read import StoredShard, StoredTensor
 from holdfast.root import MAX_MANIFEST_BYTES
 from holdfast.storage.descriptors import StoredFile
+from holdfast.storage.plain import open_plain
 from holdfast.storage.reading import Blamer, FileSet
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     import torch
 
@@ -99,13 +100,25 @@ class Source(Protocol):
     def paths(self) -> Mapping[str, tuple[PathItem, ...]]: ...
     @property
     def files(self) -> Mapping[str, StoredFile]: ...
+    @property
+    def readable_files(self) -> Mapping[str, StoredFile]:
+        """`files`, without those of reports that can't be read."""
+        ...
+
     def check_listing(self) -> list[HoldfastError]:
         """What is wrong with the files that no extent checksum covers (manifest, reports, ``.metadata``)."""
+        ...
+
+    def fresh(self) -> Source:
+        """The same as it is on storage now, nothing of it read yet."""
         ...
 
     def open_files(self, *, verify: bool, direct: bool = False) -> FileSet:
         """See `FileSet`; ``direct`` is a wish."""
         ...
+
+
+_Read = tuple[Report, RankIndex]
 
 
 class HoldfastSource:
@@ -128,29 +141,59 @@ class HoldfastSource:
         return _read_manifest(self.directory)
 
     @cached_property
-    def _reports(self) -> list[tuple[Report, RankIndex]]:
-        found = []
+    def _found_reports(self) -> list[_Read | HoldfastError]:
+        """For each line of the manifest what its report holds, or why that can't be read."""
+        found: list[_Read | HoldfastError] = []
         for line in self.manifest.reports:
-            path = os.path.join(self.directory, line.name)
-            data = read_small(path, limit=line.size, committed=True)
-            if len(data) != line.size or xxh3_128(data) != line.digest:
-                raise CheckpointCorrupt(
-                    f"{path} is not the report that was committed (expected {line.size} bytes with digest "
-                    f"{line.digest}, found {len(data)} bytes with {xxh3_128(data)})",
-                    path=path,
-                    byte_range=(0, len(data)),
-                )
-            report = decode_report(data, path=path)
-            found.append((report, read_index(report, path=path)))
+            try:
+                found.append(self._read_report(line))
+            except HoldfastError as error:
+                found.append(error)
+        return found
+
+    def _read_report(self, line: ManifestReport) -> _Read:
+        path = os.path.join(self.directory, line.name)
+        data = read_small(self.directory, line.name, limit=line.size, committed=True)
+        if len(data) != line.size or xxh3_128(data) != line.digest:
+            raise CheckpointCorrupt(
+                f"{path} is not the report that was committed (expected {line.size} bytes with digest "
+                f"{line.digest}, found {len(data)} bytes with {xxh3_128(data)})",
+                path=path,
+                byte_range=(0, len(data)),
+            )
+        report = decode_report(data, path=path)
+        return report, read_index(report, path=path)
+
+    @cached_property
+    def _reports(self) -> list[_Read]:
+        found = []
+        for read in self._found_reports:
+            if isinstance(read, HoldfastError):
+                raise read
+            found.append(read)
         return found
 
     @cached_property
     def files(self) -> dict[str, StoredFile]:
-        return {
-            file.name: StoredFile(file.name, file.size, file.extents)
-            for report, _ in self._reports
-            for file in report.files
-        }
+        return _files_of(self._reports)
+
+    @property
+    def readable_files(self) -> dict[str, StoredFile]:
+        try:
+            return _files_of([read for read in self._found_reports if not isinstance(read, HoldfastError)])
+        except HoldfastError:
+            return {}
+
+    def fresh(self) -> HoldfastSource:
+        source = open_holdfast(self.directory)
+        if source.manifest.attempt != self.manifest.attempt:
+            path = os.path.join(self.directory, MANIFEST_NAME)
+            raise CheckpointCorrupt(
+                f"{path} is of attempt {source.manifest.attempt}, but what was opened is attempt "
+                f"{self.manifest.attempt}: it was replaced meanwhile; open it anew",
+                path=path,
+            )
+        return source
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
@@ -197,32 +240,42 @@ class HoldfastSource:
         return any(file.name == METADATA_NAME for file in self.manifest.files)
 
     def check_listing(self) -> list[HoldfastError]:
-        problems = self._check_committed(digests=True)
-        path = os.path.join(self.directory, METADATA_NAME)
-        if not problems and not self.has_committed_metadata and os.path.lexists(path):
-            try:
-                expected = self.render_dcp_metadata()
-                if read_small(path, limit=len(expected)) != expected:
-                    problems.append(
-                        CheckpointCorrupt(
-                            f"{path} was added later and is not what Checkpoint.write_dcp_metadata makes: stock "
-                            "readers may read something else; remove it and write it anew",
-                            path=path,
-                        )
-                    )
-            except (CheckpointCorrupt, StorageError) as error:
-                problems.append(error)
         try:
-            problems.extend(
-                CheckpointCorrupt(
-                    f"{os.path.join(self.directory, name)} is in the checkpoint but was not committed with it",
-                    path=os.path.join(self.directory, name),
-                )
-                for name in self._unknown_entries()
-            )
-        except OSError as error:
-            problems.append(refused(self.directory, error))
+            problems = self._check_committed(digests=True)
+            problems.extend(read for read in self._found_reports if isinstance(read, HoldfastError))
+        except HoldfastError as error:  # the manifest: without it nothing else means anything
+            return [error]
+        if not problems:
+            problems.extend(self._check_added_metadata())
+        if not any(isinstance(read, HoldfastError) for read in self._found_reports):
+            problems.extend(self._check_unknown())
         return problems
+
+    def _check_added_metadata(self) -> list[HoldfastError]:
+        path = os.path.join(self.directory, METADATA_NAME)
+        if self.has_committed_metadata or not os.path.lexists(path):
+            return []
+        try:
+            expected = self.render_dcp_metadata()
+            if read_small(self.directory, METADATA_NAME, limit=len(expected)) == expected:
+                return []
+        except (CheckpointCorrupt, StorageError) as error:
+            return [error]
+        message = (
+            f"{path} was added later and is not what Checkpoint.write_dcp_metadata makes: stock readers may read "
+            "something else; remove it and write it anew"
+        )
+        return [CheckpointCorrupt(message, path=path)]
+
+    def _check_unknown(self) -> list[HoldfastError]:
+        try:
+            names = self._unknown_entries()
+        except OSError as error:
+            return [refused(self.directory, error)]
+        paths = [os.path.join(self.directory, name) for name in names]
+        return [
+            CheckpointCorrupt(f"{path} is in the checkpoint but was not committed with it", path=path) for path in paths
+        ]
 
     def raise_for_listing(self, *, verify: bool) -> None:
         """Raise the first thing that is wrong with what no extent checksum covers; by sizes only, without ``verify``.
@@ -254,7 +307,7 @@ class HoldfastSource:
             path = os.path.join(self.directory, file.name)
             try:
                 if digests:
-                    data = read_small(path, limit=file.size, committed=True)
+                    data = read_small(self.directory, file.name, limit=file.size, committed=True)
                     found, right = len(data), len(data) == file.size and xxh3_128(data) == file.digest
                 else:
                     found = size_of(path)
@@ -304,7 +357,7 @@ def open_published(directory: str, *, attempt: str, step: int | None, world: int
     Raises `CheckpointNotFound`, `StorageError`; `CheckpointCorrupt` if what is there isn't of ``attempt``.
     """
     path = os.path.join(directory, MANIFEST_NAME)
-    found = attempt_in(read_small(path, limit=MANIFEST_HEAD_BYTES))
+    found = attempt_in(read_small(directory, MANIFEST_NAME, limit=MANIFEST_HEAD_BYTES))
     if found != attempt:
         raise CheckpointCorrupt(f"{path} is of attempt {found}, expected {attempt}", path=path)
     return HoldfastSource(directory, step=step, world=world)
@@ -312,20 +365,23 @@ def open_published(directory: str, *, attempt: str, step: int | None, world: int
 
 def _read_manifest(directory: str) -> Manifest:
     path = os.path.join(directory, MANIFEST_NAME)
-    return decode_manifest(read_small(path, limit=MAX_MANIFEST_BYTES), path=path)
+    return decode_manifest(read_small(directory, MANIFEST_NAME, limit=MAX_MANIFEST_BYTES), path=path)
 
 
-def read_small(path: str, *, limit: int, committed: bool = False) -> bytes:
+def _files_of(reads: Iterable[_Read]) -> dict[str, StoredFile]:
+    return {file.name: StoredFile(file.name, file.size, file.extents) for report, _ in reads for file in report.files}
+
+
+def read_small(directory: str, name: str, *, limit: int, committed: bool = False) -> bytes:
     """A file of at most ``limit`` bytes, whole (one byte more, if there is more). Links are not followed."""
+    path = os.path.join(directory, name)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_plain(directory, name)
     except FileNotFoundError as error:
         if committed:
             raise CheckpointCorrupt(f"{path} is missing; it was committed with the checkpoint", path=path) from error
         raise CheckpointNotFound(f"{path} doesn't exist: there is no checkpoint here", path=path) from error
     except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise CheckpointCorrupt(f"{path} is a symbolic link; checkpoints hold plain files", path=path) from error
         raise refused(path, error) from error
     try:
         with os.fdopen(fd, "rb") as file:

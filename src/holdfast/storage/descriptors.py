@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from holdfast.errors import CheckpointCorrupt, StorageError
+from holdfast.storage.plain import open_plain
 
 OPEN_FILES_MAX: Final = 128
 """A process may often have 1,024, and a checkpoint of a large world has more files."""
@@ -71,13 +71,13 @@ class Descriptors:
     def _open(self, file: StoredFile, flags: int) -> int:
         path = os.path.join(self._directory, file.name)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
+            fd = open_plain(self._directory, file.name, flags)
         except FileNotFoundError as error:
             raise CheckpointCorrupt(f"{path} is missing; it was committed with {file.size} bytes", path=path) from error
         except OSError as error:
             raise refused(path, error) from error
         status = os.fstat(fd)
-        if stat.S_ISREG(status.st_mode) and status.st_size == file.size:
+        if status.st_size == file.size:
             return fd
         os.close(fd)
         raise CheckpointCorrupt(

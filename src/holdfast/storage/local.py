@@ -16,6 +16,7 @@ import stat
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from holdfast.errors import ConfigError, StorageError
+from holdfast.storage.plain import PLAIN_FLAGS
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -150,7 +151,7 @@ class LocalStorage:
     def read_file(self, name: str, *, max_bytes: int) -> bytes:
         path = self.path(name)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fd = os.open(path, PLAIN_FLAGS)
             try:
                 size = os.fstat(fd).st_size
                 if size <= max_bytes:
@@ -165,7 +166,7 @@ class LocalStorage:
     def read_range(self, name: str, offset: int, nbytes: int) -> bytes:
         path = self.path(name)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fd = os.open(path, PLAIN_FLAGS)
             try:
                 return _read(fd, offset, nbytes)
             finally:
@@ -176,7 +177,7 @@ class LocalStorage:
     def read_pieces(self, name: str, nbytes: int) -> Generator[bytes, None, None]:
         path = self.path(name)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fd = os.open(path, PLAIN_FLAGS)
         except OSError as error:
             _refuse(error, "read", path)
         try:
