@@ -13,7 +13,7 @@ from typing import Final
 from holdfast.errors import CheckpointNotFound, ConfigError
 from holdfast.format.manifest import MANIFEST_NAME, METADATA_NAME
 from holdfast.keeping import Found, oldest_first
-from holdfast.root import foreign_steps
+from holdfast.root import foreign_steps, lost_manifest, no_manifest
 from holdfast.source import Source, open_holdfast
 from holdfast.storage.local import LocalStorage
 
@@ -37,6 +37,8 @@ def open_source(path: str) -> Source:
         raise ConfigError(f"{directory} is a file; a checkpoint is a directory", field="path")
     if os.path.lexists(os.path.join(directory, MANIFEST_NAME)):
         return open_holdfast(directory)
+    if lost_manifest(LocalStorage(os.path.dirname(directory)), os.path.basename(directory) or "."):
+        raise no_manifest(os.path.join(directory, MANIFEST_NAME))
     if any(os.path.isfile(os.path.join(directory, below, METADATA_NAME)) for below in STOCK_PLACES):
         # Here, since it brings in much of torch.distributed: half the time that importing Holdfast would take.
         from holdfast.foreign import find_foreign

@@ -1,6 +1,6 @@
 """What the entries of a root mean: published checkpoints, attempts in work, trash. Torch-free, reads only.
 
-    step-500                              published: it holds a manifest
+    step-500                              published: it holds a manifest, or shows that it had one (`lost_manifest`)
     .step-500.0123456789ab.incomplete     an attempt in work, or left by a crash
     .step-500.0123456789ab.recovering     one that a recovery has taken in hand
     .step-500.0123456789ab.replaced       what an overwriting attempt has moved out of the way
@@ -25,6 +25,7 @@ from holdfast.format.manifest import (
     Manifest,
     attempt_in,
     decode_manifest,
+    report_name,
 )
 
 if TYPE_CHECKING:
@@ -69,14 +70,38 @@ def parse_hidden(entry: str) -> HiddenEntry | None:
 def read_manifest(storage: Storage, name: str) -> Manifest | None:
     """The manifest of what is at ``name``, None where there is none.
 
-    Raises `CheckpointCorrupt` if it can't be read as one, `ConfigError` if it was written by a newer version,
-    `StorageError` for what the system refuses.
+    Raises `CheckpointCorrupt` if it can't be read as one or was lost, `ConfigError` if it was written by a newer
+    version, `StorageError` for what the system refuses.
     """
     path = f"{name}/{MANIFEST_NAME}"
     if storage.size(path) is None:
+        if lost_manifest(storage, name):
+            raise no_manifest(f"{storage.root}/{path}")
         return None
     data = storage.read_file(path, max_bytes=MAX_MANIFEST_BYTES)
     return decode_manifest(data, path=f"{storage.root}/{path}")
+
+
+def lost_manifest(storage: Storage, name: str) -> bool:
+    """Whether something is at ``name`` that was a checkpoint, and has no manifest that could be read any more."""
+    path = f"{name}/{MANIFEST_NAME}"
+    if storage.size(path) is not None:
+        return False
+    return storage.exists(path) or storage.size(f"{name}/{report_name(0)}") is not None
+
+
+def is_checkpoint(storage: Storage, name: str) -> bool:
+    """Whether Holdfast published what is at ``name``, also where its manifest is damaged or lost. `StorageError`."""
+    return storage.size(f"{name}/{MANIFEST_NAME}") is not None or lost_manifest(storage, name)
+
+
+def no_manifest(path: str) -> CheckpointCorrupt:
+    """The error for a manifest that was lost."""
+    return CheckpointCorrupt(
+        f"{path} is missing or no plain file, but reports of a Holdfast checkpoint are beside it: it was removed or "
+        "replaced, and nothing says any more what was committed; load another step",
+        path=path,
+    )
 
 
 def published_attempt(storage: Storage, name: str) -> str | None:
@@ -121,12 +146,12 @@ def published(storage: Storage, name_template: str) -> list[tuple[int, str]]:
     """The (step, name) of everything published under ``name_template``, by step.
 
     ``name_template`` holds one ``{step}``, with a format or without. A directory counts if it has a manifest, which
-    isn't read. Raises `StorageError`.
+    isn't read, or has lost it. Raises `StorageError`.
     """
     found: list[tuple[int, str]] = []
     for entry in storage.list_dir(""):
         step = step_of(entry, name_template)
-        if step is not None and storage.size(f"{entry}/{MANIFEST_NAME}") is not None:
+        if step is not None and is_checkpoint(storage, entry):
             found.append((step, entry))
     return sorted(found)
 
@@ -136,7 +161,7 @@ def foreign_steps(storage: Storage, name_template: str) -> list[tuple[int, str]]
     found: list[tuple[int, str]] = []
     for entry in storage.list_dir(""):
         step = step_of(entry, name_template)
-        if step is None or storage.size(f"{entry}/{MANIFEST_NAME}") is not None:
+        if step is None or is_checkpoint(storage, entry):
             continue
         if storage.size(f"{entry}/{METADATA_NAME}") is not None:
             found.append((step, entry))

@@ -326,7 +326,12 @@ class HoldfastSource:
 
     def open_files(self, *, verify: bool, direct: bool = False) -> FileSet:
         return FileSet(
-            self.directory, self.files, verify=verify, threads=READ_THREADS, blame=self._blame, direct=direct
+            self.directory,
+            self.readable_files,
+            verify=verify,
+            threads=READ_THREADS,
+            blame=self._blame,
+            direct=direct,
         )
 
     def _blame(self, file: str, start: int, end: int) -> str | None:

@@ -1,7 +1,8 @@
 """``holdfast``, and ``python -m holdfast``: the commands, and what their exit status means.
 
-Exit status 0: fine. 1: a finding, such as a corrupt checkpoint. 2: misuse: an unknown option, a path that makes no
-sense. Errors of Holdfast are one message on standard error, without a traceback.
+Exit status 0: fine. 1: a finding, such as a corrupt checkpoint, or a root that somebody holds. 2: misuse: an unknown
+option, a path or a step that isn't there. Errors of Holdfast are one message on standard error, without a traceback;
+with ``--json`` a document on standard output, too.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ import typer
 
 from holdfast._version import __version__
 from holdfast.cli.bench import bench
-from holdfast.errors import ConfigError, HoldfastError
+from holdfast.cli.ls import ls
+from holdfast.cli.output import exit_status, print_error
+from holdfast.cli.recover import recover
+from holdfast.cli.show import show
+from holdfast.cli.verify import verify
+from holdfast.errors import HoldfastError
 
 app = typer.Typer(
     name="holdfast",
@@ -34,7 +40,8 @@ def holdfast(
         raise typer.Exit
 
 
-app.command()(bench)
+for command in (ls, show, verify, recover, bench):
+    app.command()(command)
 
 
 def main() -> None:
@@ -42,5 +49,5 @@ def main() -> None:
     try:
         app()
     except HoldfastError as error:
-        typer.echo(f"holdfast: {error}", err=True)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+        print_error(error, as_json="--json" in sys.argv)
+        sys.exit(exit_status(error))

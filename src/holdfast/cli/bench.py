@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 import holdfast
 from holdfast.errors import ConfigError
@@ -74,6 +72,9 @@ def bench(
 
 def _show(rows: Sequence[Any]) -> None:
     """The targets as a table, on a terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False)
     for title in ("", "target", "reached", ""):
         table.add_column(title)

@@ -99,16 +99,17 @@ class RootLock:
                     fd = -1
                     return lock
                 by = "one whose lock file is taken away again and again" if locked else _holder(fd)
+                looked_at = not locked and _is_only_looked_at(fd)
             finally:
                 if fd >= 0:
                     os.close(fd)
-            if time.monotonic() >= deadline + (_CHANGING_HANDS_S if locked else 0.0):
+            if time.monotonic() >= deadline + (_CHANGING_HANDS_S if locked or looked_at else 0.0):
                 message = (
                     f"{guarded} is locked by another writer: {by}; stop it first, or save somewhere else "
                     "(reading needs no lock)"
                 )
                 raise RootLocked(message, path=guarded, by=by)
-            time.sleep(0.001 if locked else _PAUSE_S)
+            time.sleep(0.001 if locked or looked_at else _PAUSE_S)
 
     def release(self) -> None:
         """Give the lock up; idempotent, never raises."""
@@ -135,6 +136,42 @@ class RootLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+def root_held_by(root: str) -> str | None:
+    """Who holds the lock of ``root`` now, None if nobody does or it can't be told. Changes nothing."""
+    return _held_by(os.path.join(root, DIRECTORY, "lock"))
+
+
+def path_held_by(path: str) -> str | None:
+    """Who holds the lock of the one path ``path`` now; as `root_held_by`."""
+    parent, name = os.path.split(os.path.abspath(path))
+    return _held_by(os.path.join(parent, f".{name}.lock"))
+
+
+def _held_by(path: str) -> str | None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _holder(fd)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return None
+
+
+def _is_only_looked_at(fd: int) -> bool:
+    """Whether what keeps us from the lock is somebody who asks who holds it, and is about to let go."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _lock(fd: int, path: str) -> bool:
