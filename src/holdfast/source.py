@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, Protocol
 
+from holdfast.blaming import Blamer
 from holdfast.boxes import Box
 from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, HoldfastError, StorageError
 from holdfast.format.dcp import StoredPlan, StoredRank, render_metadata
@@ -37,7 +38,7 @@ from holdfast.plan.read import StoredShard, StoredTensor
 from holdfast.root import MAX_MANIFEST_BYTES
 from holdfast.storage.descriptors import StoredFile
 from holdfast.storage.plain import open_plain
-from holdfast.storage.reading import Blamer, FileSet
+from holdfast.storage.reading import FileSet
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -339,14 +340,8 @@ class HoldfastSource:
 
     @cached_property
     def _blamer(self) -> Blamer:
-        rows: dict[str, list[tuple[int, int, str]]] = {}
-        for report, index in self._reports:
-            names = [file.name for file in report.files]
-            for tensor in index.tensors:
-                rows.setdefault(names[tensor.file], []).append((tensor.record_offset, tensor.record_end, tensor.name))
-            for kept in index.objects:
-                rows.setdefault(names[kept.file], []).append((kept.offset, kept.offset + kept.capacity, kept.name))
-        return Blamer(rows)
+        reads = [read for read in self._found_reports if not isinstance(read, HoldfastError)]
+        return Blamer(self.directory, reads)
 
 
 def open_holdfast(directory: str) -> HoldfastSource:

@@ -17,7 +17,6 @@ import ctypes
 import mmap
 import os
 import threading
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -419,21 +418,3 @@ def _copy(memory: memoryview, value: memoryview) -> None:
 
 def _address_of(memory: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
-
-
-class Blamer:
-    """Finds what lies in a byte range of a file: made from (start, end, name) rows per file."""
-
-    def __init__(self, rows: Mapping[str, list[tuple[int, int, str]]]) -> None:
-        self._rows = {name: sorted(of_file) for name, of_file in rows.items()}
-
-    def __call__(self, file: str, start: int, end: int) -> str | None:
-        """The first tensor or object that overlaps the range, or None."""
-        rows = self._rows.get(file, [])
-        at = max(0, bisect_right(rows, (start, 1 << 62, "")) - 1)
-        for begin, stop, name in rows[at:]:
-            if begin >= end:
-                break
-            if stop > start:
-                return name
-        return None
