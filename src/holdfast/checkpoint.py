@@ -111,12 +111,17 @@ class Checkpoint:
         """
         stored = self._stored(name)
         box, shape = _box_of(name, stored.shape, index)
-        out = torch.empty(box.sizes, dtype=torch_dtype(stored.dtype))
-        if box.volume:
-            plan = plan_reads([Want(name, box, 0, box)], {name: stored})
-            with self._source.open_files(verify=True) as files:
-                read_into(files, plan, [Destination(name, out)], self._source)
-            events.count("bytes_read", files.bytes_read)
+        dtype = torch_dtype(stored.dtype)
+        if not box.volume:
+            return torch.empty(shape, dtype=dtype)
+        plan = plan_reads([Want(name, box, 0, box)], {name: stored})
+        with self._source.open_files(verify=True) as files:
+            # Before memory is taken for it: the files must be there, and as large as what they are said to hold.
+            for file in {transfer.file for transfer in plan.transfers}:
+                files.require(file)
+            out = torch.empty(box.sizes, dtype=dtype)
+            read_into(files, plan, [Destination(name, out)], self._source)
+        events.count("bytes_read", files.bytes_read)
         return out.reshape(shape)
 
     def map(self, name: str, *, verify: bool = False) -> torch.Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import os
+import zipfile
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Final, cast
 
@@ -128,6 +129,12 @@ def _decode(files: FileSet, name: str, start: int, end: int) -> Any:
         except (Refused, MalformedRecord):
             pass  # a tensor of a kind that only torch knows, or nothing that anybody reads: torch says which
     record = cast("IO[bytes]", _Record(files, name, start, end))
+    with zipfile.ZipFile(record) as archive:
+        listed = archive.infolist()
+    # A few bytes must not become many: nothing is compressed, and no two entries are the same bytes.
+    if any(entry.compress_type for entry in listed) or sum(entry.file_size for entry in listed) > end - start:
+        raise MalformedRecord("it is compressed, or claims more than it has")
+    record.seek(0)
     return torch.load(record, map_location="cpu", weights_only=True)
 
 

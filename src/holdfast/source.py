@@ -32,6 +32,7 @@ from holdfast.format.manifest import (
     decode_manifest,
     decode_report,
     read_index,
+    report_name,
 )
 from holdfast.format.sealed import xxh3_128
 from holdfast.plan.read import StoredShard, StoredTensor
@@ -41,7 +42,7 @@ from holdfast.storage.plain import open_plain
 from holdfast.storage.reading import FileSet
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     import torch
 
@@ -163,6 +164,11 @@ class HoldfastSource:
                 byte_range=(0, len(data)),
             )
         report = decode_report(data, path=path)
+        if (report.rank, report.world, report.attempt) != (line.rank, self.manifest.world, self.manifest.attempt):
+            raise CheckpointCorrupt(
+                f"{path} is of rank {report.rank} of {report.world} and attempt {report.attempt}, not of this one",
+                path=path,
+            )
         return report, read_index(report, path=path)
 
     @cached_property
@@ -172,7 +178,18 @@ class HoldfastSource:
             if isinstance(read, HoldfastError):
                 raise read
             found.append(read)
+        self._require_own_files(found)
         return found
+
+    def _require_own_files(self, reads: Sequence[_Read]) -> None:
+        """No file is of two ranks, nor of the manifest and a rank: what lies in it would be judged by the other's."""
+        seen = {file.name for file in self.manifest.files}
+        for report, _ in reads:
+            for file in report.files:
+                if file.name in seen:
+                    path = os.path.join(self.directory, report_name(report.rank))
+                    raise CheckpointCorrupt(f"{path} covers {file.name}, which is another's", path=path)
+                seen.add(file.name)
 
     @cached_property
     def files(self) -> dict[str, StoredFile]:

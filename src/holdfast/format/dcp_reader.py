@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from holdfast._torch_compat import memory_format_encoding_type, storage_info_type
+from holdfast.format.manifest import DIMENSIONS_MAX
 from holdfast.format.pickle_reader import Refused, Vocabulary, read_pickle
 
 if TYPE_CHECKING:
@@ -54,7 +56,16 @@ _FIELDS: Final[dict[type, frozenset[str]]] = {
 
 def parse_metadata(data: bytes) -> Metadata:
     """The metadata that a ``.metadata`` file holds, checked. Raises `Refused`."""
-    metadata = read_pickle(data, _vocabulary())
+    try:
+        return _checked(read_pickle(data, _vocabulary()))
+    except Refused:
+        raise
+    except (TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
+        # What can't even be shown, such as a number of a million digits.
+        raise Refused(f"{type(error).__name__}: {error}") from error
+
+
+def _checked(metadata: Any) -> Metadata:
     if type(metadata) is not Metadata:
         raise Refused(f"it holds a {type(metadata).__name__}")
     entries, storage = vars(metadata).get("state_dict_metadata"), vars(metadata).get("storage_data")
@@ -86,13 +97,17 @@ def _check_entry(name: str, entry: Any) -> None:
     properties, size, chunks = state.get("properties"), state.get("size"), state.get("chunks")
     if type(properties) is not TensorProperties or "dtype" not in vars(properties) or type(chunks) is not list:
         raise Refused(f"tensor {name!r} is incomplete")
-    if type(size) is not torch.Size or min(size, default=0) < 0:
+    if type(size) is not torch.Size or min(size, default=0) < 0 or not _is_countable(size):
         raise Refused(f"tensor {name!r} has the shape {size!r:.80}")
     for chunk in chunks:
         box = vars(chunk) if type(chunk) is ChunkStorageMetadata else {}
         offsets, sizes = box.get("offsets"), box.get("sizes")
         if type(offsets) is not torch.Size or type(sizes) is not torch.Size or not _is_inside(offsets, sizes, size):
             raise Refused(f"tensor {name!r} of {tuple(size)} has a chunk of {sizes!r:.80} at {offsets!r:.80}")
+
+
+def _is_countable(size: torch.Size) -> bool:
+    return len(size) <= DIMENSIONS_MAX and not prod(max(1, length) for length in size) >> 59  # of 16 bytes, at most
 
 
 def _is_inside(offsets: torch.Size, sizes: torch.Size, whole: torch.Size) -> bool:
@@ -105,7 +120,7 @@ def _is_inside(offsets: torch.Size, sizes: torch.Size, whole: torch.Size) -> boo
 def _check_place(name: str, info: Any) -> None:
     state = vars(info) if type(info) is _StorageInfo else {}
     file, offset, length = state.get("relative_path"), state.get("offset"), state.get("length")
-    if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
+    if type(offset) is not int or type(length) is not int or min(offset, length) < 0 or max(offset, length) >> 63:
         raise Refused(f"{name!r} lies at {offset!r:.80} with {length!r:.80} bytes")
     if type(file) is not str or not stays_inside(file):
         raise Refused(f"{name!r} lies in {file!r:.300}, which isn't a file inside the checkpoint")

@@ -45,6 +45,8 @@ MANIFEST_NAME = "holdfast.json"
 MANIFEST_HEAD_BYTES: Final = 4096
 """Within these `attempt_in` finds the attempt, whatever the checkpoint is called."""
 PLAN_NAME = ".plan"
+DIMENSIONS_MAX: Final = 1024
+"""Far more than anybody uses, few enough to multiply."""
 METADATA_NAME = ".metadata"
 
 _REPORT_MAGIC: Final = b"HFrport"
@@ -233,6 +235,7 @@ def _check_manifest(manifest: Manifest, check: Check) -> None:
         check.digest(report.digest)
     for file in manifest.files:
         check.plain_name(file.name)
+        check.that(file.name not in (MANIFEST_NAME, PLAN_NAME), f"{file.name!r} is no file that it could be of")
         check.that(file.size >= 0, f"file {file.name} has a negative size")
         check.digest(file.digest)
     check.unique([report.name for report in manifest.reports] + [file.name for file in manifest.files])
@@ -308,12 +311,18 @@ def decode_report(data: bytes, *, path: str) -> Report:
     check.unique(file.name for file in report.files)
     for file in report.files:
         check.plain_name(file.name)
+        check.that(_may_hold_data(file.name), f"{file.name!r} is the name of something else than data")
         check.that(file.size >= 0, f"file {file.name} has a negative size")
         check.equal(
             f"the checksums of {file.name}, in bytes", len(file.extents), -(-file.size // EXTENT_BYTES) * SUM_BYTES
         )
     check.that(len(report.tensor_sums) % SUM_BYTES == 0, "its tensor checksums are cut short")
     return report
+
+
+def _may_hold_data(name: str) -> bool:
+    """Whether a report may cover a file of this name: not what is read for what it says, nor what is hidden."""
+    return not name.startswith(".") and name != MANIFEST_NAME and not name.endswith(".report")
 
 
 def encode_index(index: RankIndex) -> bytes:
@@ -359,6 +368,8 @@ def _tensor_fault(tensor: IndexTensor, file_sizes: Sequence[int]) -> str | None:
         return f"dtype {tensor.dtype!r} is unknown"
     if not len(tensor.shape) == len(tensor.offsets) == len(tensor.sizes):
         return "shape, offsets and sizes differ in length"
+    if len(tensor.shape) > DIMENSIONS_MAX or prod(max(1, length) for length in tensor.shape) * itemsize >> 63:
+        return f"no tensor has the shape {tensor.shape!r:.200}"
     for length, offset, size in zip(tensor.shape, tensor.offsets, tensor.sizes, strict=True):
         if offset < 0 or size < 0 or offset + size > length:
             return f"the box at {tensor.offsets} of {tensor.sizes} isn't inside {tensor.shape}"

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from holdfast.format.object_writer import ARRAY_KINDS, FACTORIES
-from holdfast.format.pickle_reader import Refused, Vocabulary, check_key, read_pickle
+from holdfast.format.pickle_reader import Refused, Vocabulary, check_keys, read_pickle
 from holdfast.format.torch_record import LEGACY_STORAGES
 from holdfast.format.zip_entries import MalformedRecord, read_entries
 
@@ -59,7 +59,8 @@ def _require(condition: bool, what: str) -> None:  # noqa: FBT001 - reads as an 
 
 def _keys(items: Any) -> Any:
     _require(type(items) in (list, tuple), "a set")
-    return map(check_key, items)
+    check_keys(items, {})
+    return items
 
 
 def _make_set(items: Any = ()) -> set[Any]:
@@ -100,7 +101,12 @@ def _make_range(start: Any, stop: Any, step: Any) -> range:
 
 
 def _make_slice(start: Any, stop: Any, step: Any) -> slice:
+    # Not of slices: Python takes them apart one inside the other, and overflows its stack.
+    _require(all(type(part) in _SLICE_PARTS for part in (start, stop, step)), "a slice")
     return slice(start, stop, step)
+
+
+_SLICE_PARTS: Final = (int, type(None), bool, float, str)
 
 
 def _make_mapping(kind: type[Counter[Any] | OrderedDict[Any, Any]]) -> Callable[..., Any]:
@@ -109,8 +115,9 @@ def _make_mapping(kind: type[Counter[Any] | OrderedDict[Any, Any]]) -> Callable[
         if arguments:
             (items,) = arguments
             _require(type(items) in (dict, list), f"a {kind.__name__}")
-            for key, value in items.items() if type(items) is dict else items:
-                made[check_key(key)] = value
+            pairs = list(items.items() if type(items) is dict else items)
+            check_keys([key for key, _ in pairs], {})
+            made.update(pairs if kind is OrderedDict else dict(pairs))
         return made
 
     return make

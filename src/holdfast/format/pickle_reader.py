@@ -20,8 +20,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
+EQUAL_HASHES_LIMIT: Final = 256
+"""Most keys of one container with one hash; what training keeps has one or two."""
+_WHOLE_MAX: Final = 1 << 64
 MEMBERS_LIMIT: Final = 4096
 """Most tuple members, all levels together, that a dictionary key or set element may have."""
 
@@ -76,7 +79,7 @@ _F64 = struct.Struct(">d").unpack_from
 class _Reader:
     """One pass over one stream."""
 
-    __slots__ = ("data", "memo", "outer", "position", "stack", "vocabulary")
+    __slots__ = ("data", "hashes", "memo", "outer", "position", "stack", "vocabulary")
 
     def __init__(self, data: bytes, vocabulary: Vocabulary) -> None:
         self.data = data
@@ -86,6 +89,8 @@ class _Reader:
         """The stacks below each mark, innermost last: a mark itself can then never pass for a value."""
         self.memo: dict[int, Any] = {}
         self.vocabulary = vocabulary
+        self.hashes: dict[int, tuple[Any, dict[int, int]]] = {}
+        """The containers that have unusual keys, by identity, which is used again where one isn't held on to."""
 
     def run(self) -> Any:
         data, memo, table = self.data, self.memo, _OPCODES
@@ -153,6 +158,11 @@ class _Reader:
         self.stack = self.outer.pop()
         return items
 
+    def check_keys(self, target: Any, keys: Sequence[Any]) -> None:
+        if all(type(key) is str for key in keys):
+            return
+        check_keys(keys, self.hashes.setdefault(id(target), (target, {}))[1])
+
     def resolve(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
         if full not in self.vocabulary.names:
@@ -180,6 +190,22 @@ def check_key(key: Any) -> Any:
                 raise Refused(f"a key is a tuple of more than {MEMBERS_LIMIT} members")
             pending.extend(item for item in group if type(item) is tuple)
     return key
+
+
+def check_keys(keys: Sequence[Any], seen: dict[int, int]) -> None:
+    """Return if a container takes ``keys`` in reasonable time. ``seen``: how often each hash came before; added to.
+
+    Strings are hashed with a secret; what else may be a key can be made up so that all have one hash, and each is then
+    compared with all before it. Of whole and floating-point numbers below 64 bits only some forty have the same.
+    """
+    for key in keys:
+        kind = type(key)
+        if kind is str or kind is float or (kind is int and -_WHOLE_MAX < key < _WHOLE_MAX):
+            continue
+        number = hash(check_key(key))
+        seen[number] = count = seen.get(number, 0) + 1
+        if count > EQUAL_HASHES_LIMIT:
+            raise Refused(f"more than {EQUAL_HASHES_LIMIT} keys of one container have the same hash")
 
 
 def _literal(value: Any) -> Callable[[_Reader], None]:
@@ -252,13 +278,11 @@ def _appends(reader: _Reader) -> None:
     _append_to(reader.stack[-1], items)
 
 
-def _set_items(target: Any, items: list[Any]) -> None:
+def _set_items(reader: _Reader, target: Any, items: list[Any]) -> None:
     if not isinstance(target, dict) or len(items) % 2:
         raise Refused(f"it sets items of a {type(target).__name__}")
     keys, values = items[::2], items[1::2]
-    if tuple in map(type, keys):
-        for key in keys:
-            check_key(key)
+    reader.check_keys(target, keys)
     if type(target) is dict:
         target.update(zip(keys, values, strict=True))
     else:  # a Counter's update() adds
@@ -268,12 +292,12 @@ def _set_items(target: Any, items: list[Any]) -> None:
 
 def _setitem(reader: _Reader) -> None:
     value, key = reader.stack.pop(), reader.stack.pop()
-    _set_items(reader.stack[-1], [key, value])
+    _set_items(reader, reader.stack[-1], [key, value])
 
 
 def _setitems(reader: _Reader) -> None:
     items = reader.pop_to_mark()
-    _set_items(reader.stack[-1], items)
+    _set_items(reader, reader.stack[-1], items)
 
 
 def _additems(reader: _Reader) -> None:
@@ -281,12 +305,14 @@ def _additems(reader: _Reader) -> None:
     target = reader.stack[-1]
     if type(target) is not set:
         raise Refused(f"it adds elements to a {type(target).__name__}")
-    target.update(map(check_key, items))
+    reader.check_keys(target, items)
+    target.update(items)
 
 
 def _frozenset(reader: _Reader) -> None:
     items = reader.pop_to_mark()
-    reader.stack.append(frozenset(map(check_key, items)))
+    check_keys(items, {})
+    reader.stack.append(frozenset(items))
 
 
 def _long_put(reader: _Reader) -> None:

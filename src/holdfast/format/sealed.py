@@ -11,6 +11,7 @@ is still checked for sense by the caller.
 
 from __future__ import annotations
 
+import os
 import re
 from typing import TYPE_CHECKING
 
@@ -109,6 +110,14 @@ def require_version(found: object, expected: int, *, what: str, path: str) -> No
         )
 
 
+def _name_bytes(name: str) -> int:
+    """How long a name is to the file system; past any limit for what it can't be told."""
+    try:
+        return len(os.fsencode(name))
+    except UnicodeEncodeError:  # half of a pair of surrogates
+        return 1 << 30
+
+
 class Check:
     """Checks of decoded contents; each raises `CheckpointCorrupt` that names the file."""
 
@@ -127,7 +136,7 @@ class Check:
 
     def plain_name(self, name: str) -> None:
         """A name that can't lead out of its directory, nor be anything but one entry of it."""
-        plain = name not in ("", ".", "..") and not any(c in name for c in "/\\\0") and len(name) <= 255
+        plain = name not in ("", ".", "..") and not any(c in name for c in "/\\\0") and _name_bytes(name) <= 255
         self.that(plain, f"{name!r:.300} isn't a plain file name")
 
     def digest(self, digest: str) -> None:

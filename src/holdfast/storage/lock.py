@@ -17,6 +17,7 @@ import fcntl
 import json
 import logging
 import os
+import stat
 import time
 import weakref
 from datetime import datetime, timezone
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("holdfast.storage")
 DIRECTORY: Final = ".holdfast"
 _PAUSE_S: Final = 0.05
+_LOCK_FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CHANGING_HANDS_S: Final = 1.0
 """How much longer to try where the file is unlinked under us: its last holder is letting go of it."""
 _MAX_RECORD_BYTES: Final = 4096
@@ -73,6 +75,7 @@ class RootLock:
             except StorageError as error:
                 if error.errno != errno.EEXIST:
                     raise
+        os.close(storage.open_dir(DIRECTORY))  # no link that somebody else has put there
         return cls._acquire(storage.path(f"{DIRECTORY}/lock"), storage.root, timeout_s, unlink=False)
 
     @classmethod
@@ -86,11 +89,12 @@ class RootLock:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode=0o666)
+                fd = os.open(path, _LOCK_FLAGS, mode=0o666)
             except OSError as error:
                 message = f"can't open the lock file {path}: {error.strerror}; writing here needs it"
                 raise StorageError(message, path=path, errno=error.errno) from error
             try:
+                _require_own(fd, path)
                 locked = _lock(fd, path)
                 # Between our open and our lock the last holder may have unlinked the file: lock the new one instead.
                 if locked and _still_there(fd, path):
@@ -136,6 +140,18 @@ class RootLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+def _require_own(fd: int, path: str) -> None:
+    """In a directory that others may write to, somebody may have put a link to another file in its place."""
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        raise StorageError(
+            f"{path} is no plain file of its own ({found.st_nlink} links): somebody has put it there; remove it, and "
+            "save to a directory that others can't write to",
+            path=path,
+            errno=errno.EPERM,
+        )
 
 
 def root_held_by(root: str) -> str | None:

@@ -195,6 +195,7 @@ class FileSet:
         """
         file = self._file(name)
         self._check_range(file, start, end)
+        self.require(name)  # before memory is taken for what the file is said to hold
         base, stop = self._bounds(file, start, end)
         held: tuple[str, int, int] = getattr(self._scratch, "held", ("", 0, 0))
         if not (held[0] == name and held[1] <= base and stop <= held[2]):
