@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 METADATA_BYTES_MAX: Final = 8 << 30
 SMALL_RECORD_BYTES: Final = 1 << 20
 """Up to here a record is read whole and decoded by the reader of plain objects, in a quarter of torch's time."""
+UNBACKED_BYTES_MAX: Final = 64 << 20
+"""A shard may be larger than its record: old writers stored expanded tensors as they are. Not by more than this."""
 SPLIT_KEYS: Final = ("model", "optimizer")
 MERGED_DIRECTORY: Final = "weights"
 
@@ -225,7 +227,14 @@ def _add(source: ForeignSource, below: str, key: tuple[str, ...]) -> None:
         itemsize = ITEMSIZE.get(dtype, 0)  # of a dtype that is unknown here `StoredTensor` says so
         for chunk in entry.chunks:
             box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-            file, at, _ = _place(places, path, name, box.offsets)
+            file, at, length = _place(places, path, name, box.offsets)
+            if box.volume * itemsize > max(length, UNBACKED_BYTES_MAX):
+                raise CheckpointCorrupt(
+                    f"{path}: {name} at {box.offsets} is said to have {box.volume * itemsize:,} bytes, in a record of "
+                    f"{length:,}",
+                    path=path,
+                    tensor=name,
+                )
             shards.append(StoredShard(box, file, at, box.volume * itemsize))
         source.tensors[stored] = StoredTensor(stored, dtype, tuple(entry.size), tuple(shards))
 
