@@ -33,7 +33,32 @@ def test_create_root_syncs_every_new_ancestor(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(local, "_sync", synced.append)
     create_root(tmp_path / "a" / "b")
-    assert synced == [str(tmp_path), str(tmp_path / "a")]
+    assert synced == [str(tmp_path.parent), str(tmp_path), str(tmp_path / "a")]
+
+
+@pytest.mark.parametrize("left", ["a", "a/b"])
+def test_create_root_syncs_what_may_have_been_made_by_one_who_died_before_it_did(tmp_path, monkeypatch, left):
+    from holdfast.storage import local
+
+    (tmp_path / left).mkdir(parents=True)
+    synced = []
+    monkeypatch.setattr(local, "_sync", synced.append)
+    create_root(tmp_path / "a" / "b")
+    assert str((tmp_path / left).parent) in synced
+
+
+def test_create_root_needs_no_access_to_what_it_has_not_made(tmp_path, monkeypatch):
+    from holdfast.storage import local
+
+    sync = local._sync
+
+    def refuse(path):
+        if path == str(tmp_path.parent):
+            raise StorageError("no access", path=path, errno=errno.EACCES)
+        sync(path)
+
+    monkeypatch.setattr(local, "_sync", refuse)
+    assert os.path.isdir(create_root(tmp_path / "a"))
 
 
 @pytest.mark.parametrize("below", ["", "x/y"])

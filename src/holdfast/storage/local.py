@@ -46,6 +46,8 @@ def _refuse(error: OSError, doing: str, path: str) -> NoReturn:
 def create_root(path: str | os.PathLike[str]) -> str:
     """Make the directory ``path`` with its ancestors, each durable; returns its absolute path once it is there.
 
+    Of those that are there already the lowest is made durable too: whoever made it may have died before it was.
+
     Raises `ConfigError` if ``path`` or an ancestor is something else than a directory, `StorageError` for what the
     system refuses. Several ranks or processes may call it at once.
     """
@@ -55,6 +57,8 @@ def create_root(path: str | os.PathLike[str]) -> str:
     while not _is_dir(current):
         missing.append(current)
         current = os.path.dirname(current)
+    # Each is durable before the next is made, so of what somebody else has made only the lowest may not be.
+    _sync_found(os.path.dirname(current))
     for directory in reversed(missing):
         try:
             os.mkdir(directory)
@@ -66,6 +70,14 @@ def create_root(path: str | os.PathLike[str]) -> str:
         # A directory another rank has just made needs its entry durable for us as well.
         _sync(os.path.dirname(directory))
     return root
+
+
+def _sync_found(path: str) -> None:
+    try:
+        _sync(path)
+    except StorageError as error:
+        if error.errno not in {errno.EACCES, errno.EPERM}:  # where we may not look we have made nothing
+            raise
 
 
 def _is_dir(path: str) -> bool:
