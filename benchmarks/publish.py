@@ -14,10 +14,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.obstacles import obstacles
 from benchmarks.report import targets_part, write_report
 from benchmarks.samples import Results, merged
 from benchmarks.stats import nbytes, seconds
 from benchmarks.tables import LABELS, markdown, train_table
+from benchmarks.targets import reached
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,6 +88,7 @@ def performance_page(results: Results, folder: Path) -> dict[str, str]:
         ),
         "conditions": conditions(results),
         "targets": targets_part(results, measured_only=True),
+        "obstacles": obstacles(reached(results)),
         "training": train_table(results),
         "pictures": pictures(
             folder,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks import plots
+from benchmarks.obstacles import obstacles
 from benchmarks.peers import PEERS
 from benchmarks.samples import Results
 from benchmarks.stats import nbytes
@@ -108,6 +109,8 @@ def render(results: Results, pictures: Iterable[str] = ()) -> str:
         PREFACE,
         "## Targets",
         targets_part(results),
+        "## What stands in the way",
+        obstacles(reached(results)),
         *([shown] if shown else []),
         "## Cases",
         *case_parts(results),

@@ -15,11 +15,13 @@ from benchmarks.bench import Bench
 from benchmarks.cases.train import compared
 from benchmarks.cpu import tree_cpu_s, tree_of
 from benchmarks.files import cached_fraction, evict, warm
+from benchmarks.obstacles import OBSTACLES, obstacles
 from benchmarks.protocol import WorkerFailed, merged
 from benchmarks.report import render, summary
 from benchmarks.samples import Problem, Results, Sample
 from benchmarks.samples import merged as put_together
 from benchmarks.sizes import COPIES, SIZES
+from benchmarks.targets import Reached, reached
 
 
 def results_with(*rows: tuple[str, str, dict[str, float]]) -> Results:
@@ -114,6 +116,22 @@ def test_a_target_is_reached_missed_by_a_factor_or_not_measured() -> None:
     assert verdict_of(good, row) == "ok"
     assert verdict_of(bad, row) == "not reached: 2.00x off"
     assert verdict_of(Results(), row) == "not measured"
+
+
+def test_what_stands_in_the_way_is_said_of_missed_targets_only() -> None:
+    missed = Reached("eager staging / warm memcpy, one rank", "<= 1.15", "2.00 x", 2.0, 1.15)
+    met = Reached("persist + commit / raw, one rank", "<= 1.15", "0.90 x", 0.9, 1.15)
+    unknown = Reached("something new", "<= 1", "3 x", 3.0, 1.0)
+    said = obstacles([missed, met, unknown])
+    assert said.startswith("- eager staging / warm memcpy, one rank: The copies run")
+    assert "persist" not in said
+    assert "something new: not yet explained" in said
+    assert obstacles([met]) == "Every target that was measured was reached."
+
+
+def test_every_known_obstacle_is_one_of_a_target() -> None:
+    names = [row.what for row in reached(Results())]
+    assert all(any(name.startswith(begin) for name in names) for begin in OBSTACLES)
 
 
 def test_the_best_peer_is_neither_the_limit_nor_holdfast() -> None:
