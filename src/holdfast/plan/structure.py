@@ -45,7 +45,7 @@ class MeshLayout(msgspec.Struct, frozen=True, array_like=True):
     placements: tuple[Placement, ...]
 
 
-class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One tensor. ``layout`` indexes `Structure.layouts`; None means this rank holds all of it (a plain tensor)."""
 
     name: str
@@ -55,7 +55,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     layout: int | None = None
 
 
-class ObjectSpec(msgspec.Struct, frozen=True, array_like=True):
+class ObjectSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One plain object. ``capacity`` is the length in bytes of the record it gets (see ``format.objects``)."""
 
     name: str

@@ -13,6 +13,7 @@ nothing of a kind has no such file.
 Guarantees: pure and deterministic; all ranks that plan from the same arguments agree; nothing is planned unless the
 shards of a tensor tile it exactly.
 Assumes: a rank's local tensors are what ``plan.placement.local_shape`` says (``state.structure`` checks).
+There may be a hundred thousand of some kinds of objects here: what is plain data is kept from the garbage collector.
 Does not: look at values, render records (``format``), cache (its caller does, by digests).
 """
 
@@ -22,6 +23,8 @@ from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from math import prod
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from holdfast.boxes import Box, whole
 from holdfast.dtypes import ITEMSIZE
@@ -47,8 +50,7 @@ RECORD_ALIGN_BYTES: Final = 64
 """Every record and every object starts on it."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedTensor:
+class PlacedTensor(msgspec.Struct, frozen=True, gc=False):
     """One shard's record in a file of the rank that writes it; file offsets in bytes, tensor offsets in elements."""
 
     name: str
@@ -148,8 +150,7 @@ def plan_rank(structures: Mapping[str, Structure], digests: Sequence[str], rank:
     return _Planner(structures, digests).rank_plan(rank)
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
+class _Item(msgspec.Struct, frozen=True, gc=False):
     """A shard that may be this rank's to write."""
 
     spec: TensorSpec

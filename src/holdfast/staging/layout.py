@@ -10,9 +10,9 @@ Does not decide offsets (``plan.write``) and does not copy (``staging.stager``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from holdfast import _torch_compat as compat
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from holdfast.staging.gathering import Gathered
 
 
-@dataclass(frozen=True, slots=True)
-class Payload:
+class Payload(msgspec.Struct, frozen=True, gc=False):
     """Where one shard goes: ``place`` counts the records of this buffer, one more from one file to the next."""
 
     placed: PlacedTensor
