@@ -95,6 +95,11 @@ class Bench:
     def _is_kept(self, name: str, world: int) -> bool:
         return (name, world) in self._kept and self._kept[name, world].alive
 
+    def make_room(self) -> None:
+        """End all that was kept, before a case that needs much memory: some peers never give back what they staged."""
+        self.close()
+        self._kept.clear()
+
     def close(self) -> None:
         """End all that was kept."""
         for worker in self._kept.values():

@@ -61,6 +61,7 @@ def run_loads(
 def run(bench: Bench) -> None:
     peers = bench.peers(lambda peer: peer.loads)
     rounds = bench.size.rounds
+    bench.make_room()
     with bench.workers("load", peers, bench.language_model()) as workers:
         saved = save_once(bench, "load", [worker for worker in workers if PEERS[worker.name].saves])
         if "holdfast" in saved:

@@ -18,6 +18,7 @@ WAYS = ((2, 1), (1, 2))
 
 def run(bench: Bench) -> None:
     peers = bench.peers(lambda peer: peer.reshards or peer.name == "raw")
+    bench.make_room()
     state = bench.language_model()
     with (
         bench.workers("reshard", peers, state) as single,

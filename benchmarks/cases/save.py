@@ -38,6 +38,7 @@ def one_rank(bench: Bench) -> None:
 
 
 def two_ranks(bench: Bench) -> None:
+    bench.make_room()
     state = bench.language_model()
     if bench.size.thorough:
         _eager(bench, "eager-2", state, world=2)
