@@ -301,7 +301,7 @@ class FileSet:
             with self._descriptors.opened(file, os.O_DIRECT) as fd:
                 while at < stop and (count := os.preadv(fd, [buffer[at - begin :]], at)):
                     at += count
-        except (OSError, StorageError):
+        except (OSError, StorageError, CheckpointCorrupt):
             pass  # reading as usual says what is wrong, if that is wrong as well
         if at < stop:
             self._buffered.add(file.name)
