@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from benchmarks import publish, stats, tables, targets
@@ -256,14 +257,17 @@ class Turns:
 
 def test_all_take_turns_and_only_the_slow_stop_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.bench.os.sync", lambda: None)
+    monkeypatch.setattr("benchmarks.bench.Bench._wait_quiet", lambda _: None)
+    clock = [0.0]
+    its_time = SimpleNamespace(monotonic=lambda: clock[0], strftime=time.strftime)
+    monkeypatch.setattr("benchmarks.bench.time", its_time)  # real durations would be those of a shared machine
     size = dataclasses.replace(SIZES["tiny"], rounds_budget_s=0.5, rounds_least=3)
     bench = Bench(size, tmp_path)
     order = []
 
     def turn(worker: Turns) -> dict[str, float]:
         order.append(worker.name)
-        if worker.name == "slow":
-            time.sleep(0.15)
+        clock[0] += 0.15 if worker.name == "slow" else 0.001
         if worker.name == "broken":
             raise WorkerFailed("it can't")
         return {"held_s": 1.0}
