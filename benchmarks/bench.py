@@ -97,8 +97,9 @@ class Bench:
 
     def make_room(self) -> None:
         """End all that was kept, before a case that needs much memory: some peers never give back what they staged."""
-        self.close()
-        self._kept.clear()
+        if self.size.thorough:  # a quick run's states are small
+            self.close()
+            self._kept.clear()
 
     def close(self) -> None:
         """End all that was kept."""
@@ -182,33 +183,39 @@ class Bench:
     def rounds(self, case: str, workers: list[Worker], turn: Turn, *, counted: int, first: int = 0) -> None:
         """Let all take turns, ``counted`` rounds after round 0, which is not; ``first=1`` leaves that one out.
 
-        Where they take longer than a case may, the slowest have ``rounds_least`` and no more.
+        Where they take longer than a case may, slow peers have fewer, as `Size` says.
         """
         left = list(workers)
         spent_s = dict.fromkeys((worker.name for worker in workers), 0.0)
         for number in range(first, counted + 1):
-            if number > self.size.rounds_least:
-                left = self._within_budget(case, left, spent_s)
+            if number > 1:
+                for name in self._slow(spent_s, number - first, number - 1):
+                    self.say(f"{case}: {name}: enough rounds for the time they take")
+                    left = [worker for worker in left if worker.name != name]
+                    del spent_s[name]
             for worker in list(left):
                 began = time.monotonic()
                 figures = self._turn(case, worker, turn)
                 spent_s[worker.name] += time.monotonic() - began
                 if figures is None:
                     left.remove(worker)
+                    del spent_s[worker.name]
                 else:
                     self.record(case, worker.name, number, figures, counted=number > 0)
             self.say(f"{case}: round {number} of {counted}" + ("" if number else " (not counted)"))
 
-    def _within_budget(self, case: str, workers: list[Worker], spent_s: dict[str, float]) -> list[Worker]:
-        """Without those that take more than their share, once the case has taken all of its time."""
+    def _slow(self, spent_s: dict[str, float], turns: int, counted: int) -> list[str]:
+        """Of those still in the case, who has had enough ``turns``, ``counted`` of them, for the time they take."""
         total_s = sum(spent_s.values())
         if total_s <= self.size.rounds_budget_s:
-            return workers
+            return []
         share_s = total_s / len(spent_s)
-        slow = [worker.name for worker in workers if spent_s[worker.name] > share_s]
-        if slow:
-            self.say(f"{case}: {', '.join(slow)}: enough rounds for the time they take")
-        return [worker for worker in workers if worker.name not in slow]
+        peers = sorted((spent, name) for name, spent in spent_s.items() if name not in OURS)
+        return [
+            name
+            for spent, name in peers[1:]  # the fastest is whom the targets speak of
+            if (counted >= self.size.rounds_least and spent > share_s) or spent > self.size.slow_turn_s * turns
+        ]
 
     def _turn(self, case: str, worker: Worker, turn: Turn) -> dict[str, Any] | None:
         os.sync()  # what the one before has left is not this one's to write

@@ -14,10 +14,13 @@ class Size:
     """Amounts of every case; durations and budgets follow from them.
 
     thorough: every case with every peer. rounds: counted rounds of each case, after one that is not; rounds_budget_s:
-    once these have taken so long, the slowest have no more than ``rounds_least``. layers, hidden, vocab: of the
-    language model whose weights and AdamW state are case (a). small_tensors, small_bytes: case (b). many_tensors: case
-    (c), 256 bytes each. train_*: case (d), one block is so many iterations with a save every so many. memory_saves,
-    memory_mib: case (g). warm_up_s: case (e), how long training goes on between the warm-up and the first save.
+    once these have taken so long, slow peers have no more than ``rounds_least``, and those whose turns are of more than
+    ``slow_turn_s`` no more at all; Holdfast, the raw limit and the fastest peer always have all of them.
+
+    layers, hidden, vocab: of the language model whose weights and AdamW state are case (a). small_tensors, small_bytes:
+    case (b). many_tensors: case (c), 256 bytes each. train_*: case (d), one block is so many iterations with a save
+    every so many. memory_saves, memory_mib: case (g). warm_up_s: case (e), how long training goes on between the
+    warm-up and the first save.
     """
 
     name: str
@@ -25,6 +28,7 @@ class Size:
     rounds: int
     rounds_budget_s: float
     rounds_least: int
+    slow_turn_s: float
     layers: int
     hidden: int
     vocab: int
@@ -62,8 +66,9 @@ SIZES = {
             name="full",
             thorough=True,
             rounds=5,
-            rounds_budget_s=100.0,
-            rounds_least=3,
+            rounds_budget_s=60.0,
+            rounds_least=2,
+            slow_turn_s=12.0,
             layers=22,
             hidden=768,
             vocab=32_000,
@@ -84,14 +89,15 @@ SIZES = {
             name="quick",
             thorough=False,
             rounds=3,
-            rounds_budget_s=12.0,
+            rounds_budget_s=6.0,
             rounds_least=1,
+            slow_turn_s=1.0,
             layers=22,
             hidden=256,
             vocab=8_192,
             small_tensors=2_000,
             small_bytes=16_384,
-            many_tensors=5_000,
+            many_tensors=3_000,
             train_layers=4,
             train_hidden=256,
             train_iterations=8,
@@ -108,6 +114,7 @@ SIZES = {
             rounds=2,
             rounds_budget_s=25.0,
             rounds_least=2,
+            slow_turn_s=25.0,
             layers=2,
             hidden=64,
             vocab=256,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from benchmarks.protocol import Worker
 
 CACHES = ("warm", "cold")
+QUICK = ("raw", "holdfast", "holdfast-unverified", "dcp-save", "safetensors")
 
 
 def save_once(bench: Bench, case: str, workers: list[Worker], *, suffix: str = "") -> dict[str, Path]:
@@ -59,7 +60,7 @@ def run_loads(
 
 
 def run(bench: Bench) -> None:
-    peers = bench.peers(lambda peer: peer.loads)
+    peers = bench.peers(lambda peer: peer.loads and (bench.size.thorough or peer.name in QUICK))
     rounds = bench.size.rounds
     bench.make_room()
     with bench.workers("load", peers, bench.language_model()) as workers:

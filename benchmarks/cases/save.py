@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from benchmarks.protocol import Worker
 
 QUICK_ON_TWO = ("raw", "holdfast", "dcp-thread")
+QUICK_BESIDE_PYTHON = ("holdfast", "dcp-thread")
 
 
 def save_turn(bench: Bench, case: str, worker: Worker, busy: str) -> dict[str, Any]:
@@ -67,7 +68,13 @@ def _busy(bench: Bench, base: str, workers: list[Worker], kinds: tuple[str, ...]
     for kind in kinds:
         case = f"{base}-{kind}"
         bench.results.cases[case] = dict(bench.results.cases[base])
-        taking_part = [worker for worker in workers if worker.alive and PEERS[worker.name].asynchronous]
+        taking_part = [
+            worker
+            for worker in workers
+            if worker.alive
+            and PEERS[worker.name].asynchronous
+            and (bench.size.thorough or kind != "python" or worker.name in QUICK_BESIDE_PYTHON)
+        ]
         bench.rounds(
             case,
             taking_part,

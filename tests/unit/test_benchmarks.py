@@ -280,3 +280,24 @@ def test_all_take_turns_and_only_the_slow_stop_early(tmp_path: Path, monkeypatch
     assert order.count("broken") == 1
     assert bench.results.values("case", "quick", "held_s") == [1.0] * 5
     assert [problem.contender for problem in bench.results.problems] == ["broken"]
+
+
+def test_ours_and_the_fastest_peer_have_all_rounds_and_the_very_slow_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.bench.os.sync", lambda: None)
+    monkeypatch.setattr("benchmarks.bench.Bench._wait_quiet", lambda _: None)
+    clock = [0.0]
+    monkeypatch.setattr("benchmarks.bench.time", SimpleNamespace(monotonic=lambda: clock[0], strftime=time.strftime))
+    turns_s = {"raw": 3.0, "holdfast": 9.0, "near": 5.0, "far": 8.0, "farthest": 30.0}
+    size = dataclasses.replace(SIZES["tiny"], rounds_budget_s=20.0, rounds_least=2, slow_turn_s=12.0)
+    bench = Bench(size, tmp_path)
+
+    def turn(worker: Turns) -> dict[str, float]:
+        clock[0] += turns_s[worker.name]
+        return {"held_s": 1.0}
+
+    workers: list = [Turns(name) for name in turns_s]
+    bench.rounds("case", workers, turn, counted=5)
+    counted = {name: len(bench.results.values("case", name, "held_s")) for name in turns_s}
+    assert counted == {"raw": 5, "holdfast": 5, "near": 5, "far": 2, "farthest": 1}
