@@ -17,8 +17,11 @@ from holdfast.dtypes import ITEMSIZE
 from holdfast.errors import ConfigError
 from holdfast.retention import Keep
 from holdfast.root import step_of
+from holdfast.signals import checked_signals
 
 if TYPE_CHECKING:
+    import signal
+
     import torch
 
 Mode = Literal["async", "sync"]
@@ -65,7 +68,10 @@ class CheckpointConfig:
         writers: engine threads a rank that write and hash; 1 to 16.
         io_limit_bytes_per_s: what one rank's engine may write a second; >= 1 MiB, or None for no limit.
         nice: scheduling priority of the engine; 0 to 19.
-        save_on_signal: reserved for saving on preemption signals; must be empty in this release.
+    Preemption
+        save_on_signal: signals on which `CheckpointManager.step` saves, on every rank at the same step, and then does
+            what the signal would have done; numbers, `signal.Signals` or names, one or several.
+        signal_timeout: seconds from a signal until the process ends, saved or not; > 0.
     """
 
     every: int | None = 500
@@ -85,7 +91,8 @@ class CheckpointConfig:
     when_busy: WhenBusy = "wait"
     on_error: OnError = "raise"
     on_corrupt: OnCorrupt = "fallback"
-    save_on_signal: tuple[Any, ...] = ()
+    save_on_signal: tuple[Any, ...] | signal.Signals | int | str = ()
+    signal_timeout: float = 600.0
     stage_timeout: float = 600.0
     persist_timeout: float = 1800.0
     commit_timeout: float = 600.0
@@ -100,7 +107,7 @@ class CheckpointConfig:
         _check_int("nice", self.nice, low=0, high=19)
         _check_int("io_limit_bytes_per_s", self.io_limit_bytes_per_s, low=1 << 20, optional=True)
         _check_int("load_step", self.load_step, low=-1, optional=True)
-        for name in ("stage_timeout", "persist_timeout", "commit_timeout"):
+        for name in ("stage_timeout", "persist_timeout", "commit_timeout", "signal_timeout"):
             checked_seconds(name, getattr(self, name))
         for name in ("first_step", "last_model_only", "load_model_only", "load_only"):
             if not isinstance(getattr(self, name), bool):
@@ -117,8 +124,7 @@ class CheckpointConfig:
         if self.keep is not None and not isinstance(self.keep, Keep):
             raise _bad("keep", self.keep, "a holdfast.Keep or None")
         object.__setattr__(self, "exclude_from_loading", _names("exclude_from_loading", self.exclude_from_loading))
-        if self.save_on_signal:
-            raise _bad("save_on_signal", self.save_on_signal, "nothing: saving on signals is not in this release")
+        object.__setattr__(self, "save_on_signal", checked_signals(self.save_on_signal))
         _check_template(self.name_template)
         object.__setattr__(self, "initial_load_path", _initial_path(self.initial_load_path))
         object.__setattr__(self, "last_dtype", _dtype_name(self.last_dtype))

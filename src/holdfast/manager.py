@@ -3,7 +3,7 @@
 Guarantees: `step` never blocks longer than its configuration says; a failed save is never silent (`on_error`); the
 newest checkpoint a run could resume from is never deleted; two managers never write to one root.
 Assumes every rank of the group makes one and calls it alike; wall-clock decisions and metrics are rank 0's.
-Does not copy, write or decide: ``saver``, ``loader``, ``retention`` and ``recovery`` do.
+Does not copy, write, load or decide: ``saver``, ``resuming``, ``retention``, ``preemption`` and ``recovery`` do.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from holdfast import events
 from holdfast.agreement import Votes
 from holdfast.arguments import checked_path, checked_step
 from holdfast.capture import SaveRequest
@@ -26,8 +25,9 @@ from holdfast.errors import (
 )
 from holdfast.group import open_group
 from holdfast.keeping import Keeper
-from holdfast.loader import LoadOptions, is_corrupt, load_state
 from holdfast.optimizer_hook import UpdateGuard, guard_updates, unguard_updates
+from holdfast.preemption import Preemption
+from holdfast.resuming import Resumer
 from holdfast.root import published
 from holdfast.saver import ORPHAN_GRACE_S, Saver
 from holdfast.starting import settle_root
@@ -79,6 +79,7 @@ class CheckpointManager:
         self._model_tree: StateTree | None = None
         self._lock: RootLock | None = None
         self._saver: Saver | None = None
+        self._preemption: Preemption | None = None
         self._handles: list[SaveHandle] = []
         self._last: SaveHandle | None = None
         self._last_is_final = False
@@ -97,12 +98,15 @@ class CheckpointManager:
             self._storage = LocalStorage(self._root)
             held = config.load_step if (config.load_step or 0) >= 0 else None
             self._keeper = Keeper(self._storage, config.name_template, config.keep, held=held)
+            self._resumer = Resumer(self._tree, self._storage, self._keeper, config, self._resumed_from)
             if self._group.rank == 0 and not config.load_only:
                 self._prepare_root()
             if not config.load_only:  # before the ranks settle: one that can't have a saver is one that can't take part
                 self._saver = Saver(self._storage, self._group, config, on_published=self._after_publish)
                 if self._group.rank == 0:
                     self._saver.taken = {name for _, name in published(self._storage, config.name_template)}
+                if config.save_on_signal:
+                    self._preemption = Preemption(self._group.board, config.save_on_signal, config.signal_timeout)
         except Exception as failed:  # noqa: BLE001 - raised by `settle`, after the other ranks have been told
             error = failed
         except BaseException:
@@ -117,6 +121,8 @@ class CheckpointManager:
                 guard_updates(self._guard)
                 for name in self._trash:
                     self._saver.remove(name)
+            if self._preemption is not None:
+                self._preemption.start()
         except BaseException:
             self._give_up_start()
             raise
@@ -132,7 +138,7 @@ class CheckpointManager:
             return
         try:
             # Other ranks may have failed as well: a save gets the time it would have if this process had died.
-            self.close(ORPHAN_GRACE_S)
+            self._close(ORPHAN_GRACE_S)
         except HoldfastError as failed:
             # The error that ended training is the one to see.
             _log.warning("while closing after %r: %s", error, failed)
@@ -149,75 +155,12 @@ class CheckpointManager:
         ``on_corrupt="raise"``), `StateMismatch`, `StorageError`.
         """
         self._check_open()
-        if step is None and self._config.load_step is not None and self._config.load_step >= 0:
-            step = self._config.load_step
-        try:
-            return self._restore_first(self._candidates(step), step)
-        except CheckpointNotFound:
-            if step is not None:
-                raise
-        # Read beside a writer, whose retention has taken it away since: its successor is there.
-        return self._restore_first(self._candidates(step), step)
-
-    def _restore_first(self, candidates: list[tuple[int, str]], step: int | None) -> int | None:
-        if not candidates:
-            self._resumed_from(None, None)
-            self._load_initial()
-            return None
-        for number, (found, name) in enumerate(candidates):
-            try:
-                self._load(found, name)
-            except (HoldfastError, OSError) as error:
-                last = number == len(candidates) - 1
-                if not is_corrupt(error) or last or self._config.on_corrupt == "raise" or step is not None:
-                    raise
-                older = candidates[number + 1][0]
-                _log.error("step %d can't be loaded, falling back to step %d: %s", found, older, error)
-                warnings.warn(f"step {found} can't be loaded, falling back to step {older}: {error}", stacklevel=2)
-                events.emit("load.fallback", step=found, rank=self._group.rank, path=self._storage.path(name))
-                continue
-            self._resumed_from(found, name)
-            return found
-        raise AssertionError("the loop above returns or raises")
+        return self._resumer.restore(step, self._group, self._votes)
 
     def _resumed_from(self, step: int | None, name: str | None) -> None:
         self._keeper.resumed_from(step)
         if self._saver is not None:
             self._saver.taken = set() if name is None else {name}
-
-    def _candidates(self, step: int | None) -> list[tuple[int, str]]:
-        """Steps to try, newest first, as rank 0 sees them; the same on every rank."""
-        error: BaseException | None = None
-        listing = b""
-        if self._group.rank == 0:
-            try:
-                found = self._keeper.candidates(step)
-                listing = "\n".join(f"{number} {name}" for number, name in found).encode()
-            except (HoldfastError, OSError) as failed:
-                error = failed
-        listing = self._votes.share(listing, error, timeout_s=self._config.stage_timeout)
-        rows = [line.split(" ", 1) for line in listing.decode().splitlines()]
-        return [(int(number), name) for number, name in rows]
-
-    def _load(self, step: int, name: str) -> None:
-        manifest_only = not self._keeper.is_resumable(name)
-        options = LoadOptions(
-            model_only=self._config.load_model_only or step == 0 or manifest_only,
-            exclude=self._config.exclude_from_loading,
-            timeout_s=self._config.stage_timeout + self._config.persist_timeout,
-        )
-        load_state(self._tree, lambda: self._storage.path(name), self._group, self._votes, options)
-
-    def _load_initial(self) -> None:
-        path = self._config.initial_load_path
-        if path is None:
-            return
-        options = LoadOptions(
-            model_only=True,
-            exclude=self._config.exclude_from_loading,
-            timeout_s=self._config.stage_timeout + self._config.persist_timeout,
-        )
-        load_state(self._tree, lambda: os.fspath(path), self._group, self._votes, options)
 
     # Saving. -----------------------------------------------------------------------------------------------------
 
@@ -227,6 +170,7 @@ class CheckpointManager:
         Returns once references and eager values are taken (``mode="async"``), or when published (``"sync"``).
         metrics: numbers to store with the checkpoint, rank 0's count. Raises an earlier failure as `on_error` says,
         once what is due has been started: ranks learn of a failure at different moments, and must stay in step.
+        At the step agreed on for a signal (`save_on_signal`) it saves, waits, and ends the program as the signal does.
         """
         self._check_open()
         checked_step(step)
@@ -236,6 +180,10 @@ class CheckpointManager:
             due = due or self._config.first_step
         if self._config.load_only or self._saver is None:
             return []
+        if self._preemption is not None and self._preemption.is_due():
+            handles = [self._preemption.save(step, lambda: self._start_for_signal(step, metrics))]
+            self._raise_failures()
+            return handles
         if due:
             return [self.save(step, metrics=metrics)]
         self._saver.warm_up(self._tree)
@@ -253,6 +201,13 @@ class CheckpointManager:
         """
         self._check_open()
         checked_step(step)
+        handle = self._start(step, metrics, final=final)
+        if final or self._config.mode == "sync":
+            handle.exception()
+        self._raise_failures()
+        return handle
+
+    def _start(self, step: int, metrics: Mapping[str, float] | None, *, final: bool) -> SaveHandle:
         saver = self._saver
         if saver is None:
             raise ConfigError("this manager was made with load_only=True and never saves", field="load_only")
@@ -283,10 +238,15 @@ class CheckpointManager:
         )
         self._handles.append(handle)
         self._last, self._last_is_final = handle, final
-        if final or self._config.mode == "sync":
-            handle.exception()
-        self._raise_failures()
         return handle
+
+    def _start_for_signal(self, step: int, metrics: Mapping[str, float] | None) -> SaveHandle:
+        """A save of the whole state, whatever the last-save options: to be resumed from. It is never skipped."""
+        if self._last is not None and self._last.step == step:
+            return self._last
+        for handle in self._handles if self._config.when_busy == "skip" else ():
+            handle.exception()
+        return self._start(step, metrics, final=False)
 
     def before_update(self) -> None:
         """Call before changing captured state by hand; then it may be changed.
@@ -336,16 +296,28 @@ class CheckpointManager:
         """Let what is in flight end, then release everything; idempotent, and if interrupted goes on when called again.
 
         timeout: seconds, None for the sum of the configured deadlines. Raises `DeadlineExceeded`, and the failures
-        that nobody has been told yet, as `on_error` says; the manager is closed all the same.
+        that nobody has been told yet, as `on_error` says; the manager is closed all the same. A signal to save on that
+        found no further `step` does now what it would have done.
         """
+        try:
+            self._close(timeout)
+        finally:
+            if self._preemption is not None:
+                self._preemption.leave()
+
+    def _close(self, timeout: float | None) -> None:
         self._closed = True
         if self._saver is not None and not self._saver.is_ours:
             return  # a forked child: all of this is its parent's
         try:
+            if self._preemption is not None:
+                self._preemption.retire()
             if self._saver is not None:
                 unguard_updates(self._guard)
                 self._saver.close(timeout)
         finally:
+            if self._preemption is not None:
+                self._preemption.close()
             self._let_go()
         self._raise_failures()
 
@@ -358,6 +330,8 @@ class CheckpointManager:
         self.recovered, self._trash = settle_root(self._storage, timeout_s=self._config.persist_timeout)
 
     def _give_up_start(self) -> None:
+        if self._preemption is not None:
+            self._preemption.close()
         if self._saver is not None:
             self._saver.close(None)
         self._let_go()

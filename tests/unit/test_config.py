@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ DEFAULTS: dict[str, Any] = {
     "on_error": "raise",
     "on_corrupt": "fallback",
     "save_on_signal": (),
+    "signal_timeout": 600.0,
     "stage_timeout": 600.0,
     "persist_timeout": 1800.0,
     "commit_timeout": 600.0,
@@ -42,7 +44,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 SWITCHES = ("first_step", "last_model_only", "load_model_only", "load_only")
-TIMEOUTS = ("stage_timeout", "persist_timeout", "commit_timeout")
+TIMEOUTS = ("stage_timeout", "persist_timeout", "commit_timeout", "signal_timeout")
 
 
 def each(name: str, *values: Any) -> list[tuple[str, Any]]:
@@ -66,7 +68,8 @@ BAD: list[tuple[str, Any]] = [
     *each("when_busy", "drop", None),
     *each("on_error", "ignore", None),
     *each("on_corrupt", "skip", None),
-    *each("save_on_signal", ("SIGTERM",), True),
+    *each("save_on_signal", True, None, 0, 65, -1, 15.0, "SIGNOTHING", "SIG_DFL", "sigterm", ["SIGTERM", None]),
+    *each("save_on_signal", "SIGKILL", signal.SIGSTOP, (signal.SIGTERM, "SEGV"), "SIGCHLD", "SIGTSTP", "SIGPIPE"),
     *[case for name in TIMEOUTS for case in each(name, 0, -1.0, float("inf"), float("nan"), "9", None, True)],
     *each("writers", 0, 17, None),
     *each("io_limit_bytes_per_s", 0, (1 << 20) - 1, 1e9),

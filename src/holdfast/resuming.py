@@ -1,0 +1,109 @@
+"""Resuming: which steps of a root to try, in which order, and what each is loaded as.
+
+    candidates, as rank 0 sees them -> the newest first -> loaded on every rank, or the next older one -> its step
+
+Guarantees: every rank tries the same steps in the same order. An older step is taken only where the newer one is
+damaged, aloud, and never where one step was asked for.
+Does not: read (``loader``), or say what counts as newest (``keeping``).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from typing import TYPE_CHECKING
+
+from holdfast import events
+from holdfast.errors import CheckpointNotFound, HoldfastError
+from holdfast.loader import LoadOptions, is_corrupt, load_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from holdfast.agreement import Votes
+    from holdfast.config import CheckpointConfig
+    from holdfast.group import Group
+    from holdfast.keeping import Keeper
+    from holdfast.state.tree import StateTree
+    from holdfast.storage.local import LocalStorage
+
+_log = logging.getLogger("holdfast")
+
+
+class Resumer:
+    """Restores ``tree`` from one root. ``on_resumed`` is told the step and its name, or None for both."""
+
+    def __init__(
+        self,
+        tree: StateTree,
+        storage: LocalStorage,
+        keeper: Keeper,
+        config: CheckpointConfig,
+        on_resumed: Callable[[int | None, str | None], None],
+    ) -> None:
+        self._tree = tree
+        self._storage = storage
+        self._keeper = keeper
+        self._config = config
+        self._on_resumed = on_resumed
+
+    def restore(self, step: int | None, group: Group, votes: Votes) -> int | None:
+        """As `CheckpointManager.restore`; ``votes`` are those of ``group``, on this thread."""
+        if step is None and self._config.load_step is not None and self._config.load_step >= 0:
+            step = self._config.load_step
+        try:
+            return self._restore_first(self._candidates(step, group, votes), step, group, votes)
+        except CheckpointNotFound:
+            if step is not None:
+                raise
+        # Read beside a writer, whose retention has taken it away since: its successor is there.
+        return self._restore_first(self._candidates(step, group, votes), step, group, votes)
+
+    def _restore_first(
+        self, candidates: list[tuple[int, str]], step: int | None, group: Group, votes: Votes
+    ) -> int | None:
+        path = self._config.initial_load_path
+        if not candidates:
+            self._on_resumed(None, None)
+            if path is not None:
+                load_state(self._tree, lambda: os.fspath(path), group, votes, self._options(model_only=True))
+            return None
+        for number, (found, name) in enumerate(candidates):
+            try:
+                model_only = self._config.load_model_only or found == 0 or not self._keeper.is_resumable(name)
+                options = self._options(model_only=model_only)
+                load_state(self._tree, lambda name=name: self._storage.path(name), group, votes, options)  # type: ignore[misc]
+            except (HoldfastError, OSError) as error:
+                last = number == len(candidates) - 1
+                if not is_corrupt(error) or last or self._config.on_corrupt == "raise" or step is not None:
+                    raise
+                older = candidates[number + 1][0]
+                _log.error("step %d can't be loaded, falling back to step %d: %s", found, older, error)
+                warnings.warn(f"step {found} can't be loaded, falling back to step {older}: {error}", stacklevel=4)
+                events.emit("load.fallback", step=found, rank=group.rank, path=self._storage.path(name))
+                continue
+            self._on_resumed(found, name)
+            return found
+        raise AssertionError("the loop above returns or raises")
+
+    def _candidates(self, step: int | None, group: Group, votes: Votes) -> list[tuple[int, str]]:
+        """Steps to try, newest first, as rank 0 sees them; the same on every rank."""
+        error: BaseException | None = None
+        listing = b""
+        if group.rank == 0:
+            try:
+                found = self._keeper.candidates(step)
+                listing = "\n".join(f"{number} {name}" for number, name in found).encode()
+            except (HoldfastError, OSError) as failed:
+                error = failed
+        listing = votes.share(listing, error, timeout_s=self._config.stage_timeout)
+        rows = [line.split(" ", 1) for line in listing.decode().splitlines()]
+        return [(int(number), name) for number, name in rows]
+
+    def _options(self, *, model_only: bool) -> LoadOptions:
+        return LoadOptions(
+            model_only=model_only,
+            exclude=self._config.exclude_from_loading,
+            timeout_s=self._config.stage_timeout + self._config.persist_timeout,
+        )
