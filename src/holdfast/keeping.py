@@ -1,9 +1,9 @@
 """What a root keeps, and what a run resumes from: retention and pins applied, candidates chosen. Torch-free.
 
-Guarantees: the newest checkpoint a run could resume from is never deleted (``retention`` is pure and property-tested);
-deleting makes a checkpoint invisible by one rename before a byte of it goes; directories of other writers are resumed
-from and never deleted nor replaced. Retention that fails never fails a save, and what can't be deleted keeps nothing
-else from it.
+Guarantees: the newest checkpoint a run could resume from is never deleted (``retention`` is pure and property-tested),
+nor is one that is being loaded; deleting makes a checkpoint invisible by one rename before a byte of it goes;
+directories of other writers are resumed from and never deleted nor replaced. Retention that fails never fails a save,
+and what can't be deleted keeps nothing else from it.
 Threads: any may call anything.
 """
 
@@ -29,6 +29,7 @@ from holdfast.root import (
     published_attempt,
     read_manifest,
 )
+from holdfast.storage.reader_lease import to_be_deleted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -278,9 +279,13 @@ class Keeper:
             _log.warning("retention %s %s/%s: %s", what, self._storage.root, name, error)
 
     def _delete(self, name: str, step: int, remove: Callable[[str], None]) -> None:
-        """Invisible at once, by a rename; then removed at leisure."""
+        """Invisible at once, by a rename; then removed at leisure. Not while it is being loaded: another time then."""
         trash = hidden_name(name, attempt_id(), "trash")
-        self._storage.rename(name, trash)
+        with to_be_deleted(f"{self._storage.root}/{name}") as free:
+            if not free:
+                _log.info("step %d under %s stays for now, it is being loaded", step, self._storage.root)
+                return
+            self._storage.rename(name, trash)
         self._storage.sync_dir("")
         events.emit("checkpoint.deleted", step=step, rank=0, path=f"{self._storage.root}/{name}")
         remove(trash)

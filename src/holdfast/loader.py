@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -34,6 +35,7 @@ from holdfast.source import HoldfastSource, Source
 from holdfast.state.entries import local_tensor
 from holdfast.state.loading import Loading, StoredInfo, mismatch_error
 from holdfast.state.structure import LayoutTable
+from holdfast.storage.reader_lease import being_read
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -74,8 +76,8 @@ def load_state(
     `StorageError`, `DeadlineExceeded`.
     """
     before_any_load()
-    with gc_paused():
-        source = _open_together(choose, group, votes, options)
+    with gc_paused(), ExitStack() as leases:
+        source = _open_together(choose, group, votes, options, leases)
         return _load(tree, source, group, votes, options)
 
 
@@ -111,14 +113,18 @@ def _load(tree: StateTree, source: Source, group: Group, votes: Votes, options: 
     return Checkpoint(source)
 
 
-def _open_together(choose: Callable[[], str], group: Group, votes: Votes, options: LoadOptions) -> Source:
-    """The same checkpoint, opened by every rank through its own file system."""
+def _open_together(
+    choose: Callable[[], str], group: Group, votes: Votes, options: LoadOptions, leases: ExitStack
+) -> Source:
+    """The same checkpoint, opened by every rank through its own file system; kept there until ``leases`` are closed."""
     timeout_s = options.timeout_s
     if group.rank != 0:
         choice = msgspec.msgpack.decode(votes.share(None, None, timeout_s=timeout_s), type=_Choice)
         return _open_chosen(choice, votes, timeout_s)
     try:
         source = open_source(choose())
+        # Rank 0's is enough: it has its own before anybody else looks, and gives it up when all have loaded.
+        leases.enter_context(being_read(source.directory))
         if isinstance(source, HoldfastSource):
             source.raise_for_listing(verify=options.verify)
     except Exception as error:
