@@ -153,13 +153,13 @@ class Attempt:
     def report(self, report: ManifestReport) -> None:
         """Post this rank's yes: ``report`` is durable in the attempt directory. Doesn't wait.
 
-        If the board is lost the yes stands all the same; `settle` finds out what came of it.
+        If it can't be posted the yes stands all the same; `settle` finds out what came of it.
         """
         assert report.rank == self._news.rank
         self._move(State.REPORTED)
         try:
             self._news.tell_report(report)
-        except BoardLost as error:
+        except Exception as error:  # noqa: BLE001 - it is durable: nothing this rank says can take it back
             _log.warning("rank %d could not post its report: %s", report.rank, error)
 
     def abort(self, reason: AbortReason) -> AbortReason | None:
@@ -198,6 +198,11 @@ class Attempt:
             if self._actor is Actor.COORDINATOR:
                 return self._decide(failure, before_publish)
             return self._follow(failure)
+        except HoldfastError:
+            raise
+        except Exception as error:
+            # Memory, a defect: it says nothing about the attempt, of which others may have been told anything.
+            raise self._unknown(f"rank {self._news.rank} broke off: {type(error).__name__}: {error}") from error
         finally:
             self._news.leave()
 
@@ -218,7 +223,7 @@ class Attempt:
             storage.sync_dir(self.directory)
             note = Begun(self.id, self.name, self.step, self.directory, _nonce(encoded), self._seen_at)
             self._news.tell_begin(note)
-        except (HoldfastError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this one
             self._fail_begin(AbortReason.of(error, rank=0, unreported=True))
 
     def _fail_begin(self, reason: AbortReason) -> NoReturn:
@@ -228,7 +233,7 @@ class Attempt:
             self._try_remove()
         try:
             self._news.tell_begin(reason)
-        except BoardLost as error:
+        except Exception as error:  # noqa: BLE001 - the reason is what counts
             _log.warning("attempt %s: the other ranks could not be told that it did not begin: %s", self.id, error)
         self._move(State.REMOVED)
         self._news.leave()
@@ -310,24 +315,32 @@ class Attempt:
         clear_scaffolding(self._storage, self.directory)
 
     def _publish(self) -> AbortReason | None:
-        """None when published; a reason when the storage refused and nothing is visible. Raises `OutcomeUnknown`."""
+        """None when published; a reason when it was refused and nothing is visible. Raises `OutcomeUnknown`."""
         assert self._plan is not None
         try:
             self.trash = publish(self._storage, self.directory, self.name, self.id, overwrite=self._plan.overwrite)
-        except StorageError as error:
+        except (StorageError, CheckpointExists) as error:
             return AbortReason.of(error, rank=0)
+        except OutcomeUnknown:
+            raise
+        except Exception as error:
+            raise self._unknown(f"publishing broke off: {type(error).__name__}: {error}") from error
         return None
 
     def _try_remove(self) -> bool:
         """Rename the attempt to trash, durably; True when that is so."""
-        trash = withdraw(self._storage, self.directory, self.name, self.id)
+        try:
+            trash = withdraw(self._storage, self.directory, self.name, self.id)
+        except Exception as error:  # noqa: BLE001 - as for what the storage refuses: it can't be called certain
+            _log.warning("attempt %s could not be moved to the trash: %r", self.id, error)
+            trash = None
         self.trash = trash or self.trash
         return trash is not None
 
     def _announce(self, note: End) -> None:
         try:
             self._news.tell_end(note)
-        except BoardLost as error:
+        except Exception as error:  # noqa: BLE001 - it has happened, whether or not the others can be told
             _log.warning("attempt %s: its end could not be announced: %s", self.id, error)
 
     # the other ranks -------------------------------------------------------------------------------------------
@@ -343,7 +356,7 @@ class Attempt:
             self._move(State.ABORT)
             self._move(State.REMOVED)
             self._news.leave()
-        except HoldfastError as error:
+        except Exception as error:  # noqa: BLE001 - told to the other ranks, who wait for this one
             # Without having begun this rank will never report, so its failure is certain. It may come of another's:
             # an attempt that was given up at once is gone when this rank looks for it.
             self._persist_by = self._clock()

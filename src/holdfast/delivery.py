@@ -141,12 +141,12 @@ class Delivery:
         if self._group.rank == 0:
             try:
                 whole = self._whole_plan(capture)
+                if isinstance(whole, AbortReason):
+                    refusal = whole
+                else:
+                    plan, prewritten = self._attempt_plan(capture, whole)
             except Exception as error:  # noqa: BLE001 - told to the other ranks, who wait for this one
-                whole = AbortReason.of(error, rank=0, unreported=True)
-            if isinstance(whole, AbortReason):
-                refusal = whole
-            else:
-                plan, prewritten = self._attempt_plan(capture, whole)
+                refusal = AbortReason.of(error, rank=0, unreported=True)
         return Attempt.begin(
             storage=self._storage,
             board=self._board,

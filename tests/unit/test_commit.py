@@ -31,6 +31,7 @@ from holdfast.errors import (
     ConfigError,
     DeadlineExceeded,
     EngineDied,
+    HoldfastError,
     OutcomeUnknown,
     SaveFailed,
     StateChangedWhileStaging,
@@ -167,6 +168,68 @@ def test_a_name_taken_meanwhile_fails_the_save():
     assert isinstance(outcome.reason.error(step=7), CheckpointExists)
     assert storage.list_dir("") == ["step-7"]
     assert storage.list_dir("step-7") == ["precious"]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_name_taken_at_the_last_moment_fails_the_save_alike(world):
+    """After COMMIT was decided, before the rename: somebody who asks for no lock."""
+    memory = MemoryStorage()
+
+    def refuse(name, *args):
+        if name == "rename" and args[1] == "step-7":
+            memory.make_dir("step-7")
+            memory.write_file("step-7/precious", b"x")
+            raise refused(errno.ENOTEMPTY)
+
+    results = save_on_ranks([Stoppable(memory, refuse=refuse), *[memory] * (world - 1)], 7)
+    assert [type(error_of(result, 7)) for result in results] == [CheckpointExists] * world
+    assert memory.list_dir("") == ["step-7"]
+
+
+class Failing:
+    """A board whose ``method`` breaks for a reason that nobody thought of, where a key ends with ``key``."""
+
+    def __init__(self, board, method, key):
+        self.board, self.method, self.key = board, method, key
+        self.rank, self.world = board.rank, board.world
+
+    def __getattr__(self, name):
+        act = getattr(self.board, name)
+
+        def call(key, *args, **kwargs):
+            if key.endswith(self.key):
+                raise MemoryError("none left")
+            return act(key, *args, **kwargs)
+
+        return call if name == self.method else act
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("method", "key"),
+    [
+        ("set", "/begin"),
+        ("get", "/begin"),
+        ("append", "/reports"),
+        ("wait_entries", "/reports"),
+        ("compare_set", "/outcome"),
+        ("set", "/end"),
+        ("get", "/end"),
+        ("add", "/left"),
+    ],
+)
+def test_a_rank_that_breaks_while_it_talks_misleads_nobody(rank, method, key):
+    memory = MemoryStorage()
+    boards = LocalBoard.of_world(2)
+    boards[rank] = Failing(boards[rank], method, key)
+    results = save_on_ranks([memory] * 2, 7, boards=boards, deadlines=BRIEF)
+    errors = [error_of(result, 7) for result in results]
+    assert all(isinstance(error, (HoldfastError, Published)) for error in errors), errors
+    definite = {type(error) for error in errors} - {OutcomeUnknown}
+    assert len(definite) <= 1, errors
+    recover(memory, clock=time.monotonic, sleep=time.sleep, look=lambda _directory, _name: None)
+    if definite:
+        assert (read_manifest(memory, "step-7") is not None) == (definite == {Published}), errors
 
 
 def test_overwrite_replaces_the_whole_directory():
@@ -458,7 +521,8 @@ def test_a_disk_that_refuses_everything_is_a_certain_failure():
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_every_refusal_ends_alike_on_every_rank(world):
+@pytest.mark.parametrize("error", [refused(), MemoryError("none left")], ids=["refused", "out of memory"])
+def test_every_refusal_ends_alike_on_every_rank(world, error):
     """The storage refuses the coordinator's operation k: all ranks fail for it, or all succeed; nobody is misled."""
     for k in itertools.count(1):
         memory = MemoryStorage()
@@ -466,10 +530,11 @@ def test_every_refusal_ends_alike_on_every_rank(world):
 
         def refuse(name, *args, calls=calls, k=k):
             if next(calls) == k:
-                raise refused()
+                raise error
 
         first = Stoppable(memory, refuse=refuse)
         results = save_on_ranks([first, *[memory] * (world - 1)], 7)
+        assert all(isinstance(error_of(result, 7), (HoldfastError, Published)) for result in results), results
         kinds = {type(result) for result in results}
         is_visible = read_manifest(memory, "step-7") is not None
         if OutcomeUnknown in kinds:
