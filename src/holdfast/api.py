@@ -28,7 +28,7 @@ from holdfast.root import refuse_occupied
 from holdfast.saver import Saver
 from holdfast.state.tree import StateTree
 from holdfast.storage.local import LocalStorage, create_root
-from holdfast.storage.lock import RootLock
+from holdfast.storage.lock import RootLock, refuse_managed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,7 +57,7 @@ def save(
     state: mapping of names to modules, optimizers, schedulers, anything with ``state_dict``/``load_state_dict``,
     tensors, and plain objects, nested as you like. step, metrics: stored with it; metrics are rank 0's.
     process_group: the ranks that save; all of them call this. timeout: seconds for the whole save, after which it is
-    given up. overwrite: replace what is at ``path`` as a whole.
+    given up. overwrite: replace what is at ``path`` as a whole, unless that is a manager's root.
 
     Raises `ConfigError`, `CheckpointExists`, `SaveFailed`, `StorageError`, `DeadlineExceeded`, `OutcomeUnknown`; the
     same on every rank. Nothing is visible at ``path`` unless this returned.
@@ -237,7 +237,9 @@ class _SaveSession:
         self._lock = RootLock.acquire_beside(self._target, timeout_s=min(self.left_s(), LOCK_PATIENCE_S))
         storage = LocalStorage(parent)
         recover_one(storage, name, timeout_s=self.left_s())
-        if not self._request.overwrite:
+        if self._request.overwrite:
+            refuse_managed(self._target)
+        else:
             refuse_occupied(storage, name, step=self._request.step)
 
     def start(self) -> SaveHandle:

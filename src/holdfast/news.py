@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from holdfast.coordination import BoardLost
-from holdfast.errors import DeadlineExceeded
 from holdfast.format.manifest import ManifestReport
 from holdfast.outcome import Aborted, AbortReason, InDoubt, Published
 

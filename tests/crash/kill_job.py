@@ -1,4 +1,4 @@
-"""Jobs that are killed at every system call they make; programs for `supervised.launch`, started by test_kill_points.py.
+"""Jobs that are killed at every system call they make: programs for `supervised.launch`; see test_kill_points.py.
 
 All that a window's calls do is on purpose small, and there is something of everything: a start that has a save to roll
 forward and trash to remove, a first and a second save, retention, the end.

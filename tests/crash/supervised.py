@@ -1,7 +1,7 @@
 """A job of one or more ranks whose system calls are watched, failed or made its last; runs in the nursery.
 
-`launch` forks the ranks, each a program that calls `Reins` in place of what it would log, and serves their trapped calls
-until the last of their processes, engines included, is gone. Calls are told apart by what they are, not by when they
+`launch` forks the ranks, each a program that tells its `Reins` what it would log, and serves their trapped calls until
+the last of their processes, engines included, is gone. Calls are told apart by what they are, not by when they
 come: role, name, file, and a number among the equal ones since the window was opened. So a point that was seen in one
 run is found again in another, in whatever order threads take turns.
 
@@ -14,6 +14,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -26,13 +27,14 @@ from typing import Any
 import syscalls
 from syscalls import CHANGING, CONTROL, TALKING, Call
 
+_STEP = re.compile(r"step-\d+")
 SETTLE_S = 20.0
 """How long engines may outlive the last of their trainers here."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One system call of a job. ``role``: ``trainer-0``, ``engine-0`` and so on; ``number``: of the equal ones, from 1."""
+    """One system call of a job. ``role``: ``trainer-0``, ``engine-0`` ...; ``number``: of the equal ones, from 1."""
 
     role: str
     call: str
@@ -108,8 +110,8 @@ class Reins:
 
 
 class _Supervisor:
-    def __init__(self, root: str, acts: list[Act], counted: frozenset[str] | None) -> None:
-        self.root, self.counted = root, counted
+    def __init__(self, root: str, acts: list[Act], counted: frozenset[str] | None, *, alike: bool) -> None:
+        self.root, self.counted, self.alike = root, counted, alike
         self.acts = {act.window: act for act in acts}
         self.outcome = Outcome()
         self.pids: list[int] = []
@@ -239,6 +241,8 @@ class _Supervisor:
             target = syscalls.target_of(call, self.root)
             if call.name == "openat" and target.startswith("/"):
                 return None  # an import
+            if self.alike:
+                target = _STEP.sub("step-N", target)
         role = self._role(call.tid, self.listeners[listener])
         self.numbers[role, call.name, target] += 1
         return Point(role, call.name, target, self.numbers[role, call.name, target])
@@ -282,17 +286,20 @@ def launch(
     everything: bool = False,
     only: str | None = None,
     opens: bool = False,
+    alike: bool = False,
 ) -> None:
     """Run ``program`` (module, function) as ``world`` ranks and see to ``acts``; leaves an `Outcome` in ``outcome``.
 
     Points are the calls that change files and those that talk; with ``opens``, also those that open a file below the
-    root; with ``only``, those of that name; with ``everything``, all there are, without what they act on.
+    root; with ``only``, those of that name; with ``everything``, all there are, without what they act on. ``alike``: a
+    point of one save is that of any other, whatever its step.
     """
     names = None if everything else frozenset([only]) if only else CHANGING | TALKING
     supervisor = _Supervisor(
         root,
         [Act(**{**act, "point": Point(**act["point"])}) for act in acts],
         None if everything or only else names,
+        alike=alike,
     )
     for rank in range(world):
         ours, theirs = socket.socketpair()
@@ -318,4 +325,3 @@ def launch(
     with open(outcome, "w", encoding="utf-8") as file:
         json.dump(asdict(supervisor.outcome), file)
     os._exit(0)
-

@@ -55,17 +55,18 @@ AVAILABLE = platform.machine() == "x86_64" and hasattr(os, "pidfd_open")
 NAMES = {number: name for name, number in NUMBERS.items()}
 
 # What can change a file, what makes it durable, and what the protocol is spoken by.
-CHANGING = frozenset(
-    "write pwrite64 writev pwritev pwritev2 fsync fdatasync sync_file_range syncfs truncate ftruncate fallocate "
-    "mkdir mkdirat rename renameat renameat2 link linkat unlink unlinkat rmdir symlink symlinkat creat openat open "
-    "openat2 mknod chmod fchmod chown utimensat copy_file_range sendfile io_uring_setup io_uring_enter flock".split()
-)
+CHANGING = frozenset({
+    "write", "pwrite64", "writev", "pwritev", "pwritev2", "fsync", "fdatasync", "sync_file_range", "syncfs",
+    "truncate", "ftruncate", "fallocate", "mkdir", "mkdirat", "rename", "renameat", "renameat2", "link", "linkat",
+    "unlink", "unlinkat", "rmdir", "symlink", "symlinkat", "creat", "openat", "open", "openat2", "mknod", "chmod",
+    "fchmod", "chown", "utimensat", "copy_file_range", "sendfile", "io_uring_setup", "io_uring_enter", "flock",
+})  # fmt: skip
 TALKING = frozenset(["sendto", "sendmsg", "sendmmsg", "recvfrom", "recvmsg", "recvmmsg"])
-_OF_A_DESCRIPTOR = frozenset(
-    "read write pwrite64 pread64 writev readv pwritev pwritev2 fsync fdatasync sync_file_range syncfs ftruncate "
-    "fallocate flock fcntl close fstat lseek fadvise64 fchmod sendto sendmsg sendmmsg recvfrom recvmsg recvmmsg "
-    "getdents64 ioctl".split()
-)
+_OF_A_DESCRIPTOR = frozenset({
+    "read", "write", "pwrite64", "pread64", "writev", "readv", "pwritev", "pwritev2", "fsync", "fdatasync",
+    "sync_file_range", "syncfs", "ftruncate", "fallocate", "flock", "fcntl", "close", "fstat", "lseek", "fadvise64",
+    "fchmod", "sendto", "sendmsg", "sendmmsg", "recvfrom", "recvmsg", "recvmmsg", "getdents64", "ioctl",
+})  # fmt: skip
 # Where a call has its paths: pairs of (argument with the directory's descriptor or None, argument with the path).
 _PATHS: dict[str, tuple[tuple[int | None, int], ...]] = {
     "open": ((None, 0),), "creat": ((None, 0),), "openat": ((0, 1),), "openat2": ((0, 1),), "mkdir": ((None, 0),),
@@ -106,7 +107,8 @@ class Call:
 def trap(names: frozenset[str] | None, *, opens: bool = False) -> int:
     """Have these calls of this process and all its descendants stop, or all there are; returns the listener.
 
-    Of calls that open a file only those that may make one, without ``opens``: the rest is mostly imports. The calls of threads that run already are not trapped. Raises `OSError` where the system can't.
+    Of calls that open a file only those that may make one, without ``opens``: the rest is mostly imports. The calls of
+    threads that run already are not trapped. Raises `OSError` where the system can't.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if not AVAILABLE or libc.prctl(38, 1, 0, 0, 0):  # PR_SET_NO_NEW_PRIVS: root needs it no more than others

@@ -7,11 +7,11 @@ and killed there, before the call happens: the process that makes it, or all pro
 - what is visible is whole and is the state of its step; what was announced as failed is not there, what was announced
   as published is, or newer;
 - whoever lives on has named errors within the deadlines, and its next save is published;
-- no engine outlives its trainer for long; the next start resumes from the newest, leaves nothing behind, and can save.
+- no engine outlives its trainer for long; the next start resumes from the newest, leaves nothing, and can save.
 
-Calls that neither change nor say anything (futex, mmap, read ...) are killed at three occurrences of each kind and role.
+Calls that neither change nor say anything (futex, mmap, read ...) are tried at three occurrences of each role and name.
 
-HOLDFAST_KILL_POINTS says how many points a family tries, evenly spread (a few), ``all``, or ``A:B``: those from A to B.
+HOLDFAST_KILL_POINTS says how many points a family tries, evenly spread (a few), ``all``, or ``A:B`` of them.
 """
 
 from __future__ import annotations
@@ -151,9 +151,9 @@ def check_told(outcome: Outcome, seen: dict[str, holdfast.Checkpoint], *, least:
         assert event["error"] is None or event["causes"][0]["ours"], event
         if event["error"] not in (None, "OutcomeUnknown"):
             assert event["attempt"] not in attempts, f"{event} was announced as failed and is there"
-            assert not any(
-                other["error"] is None and other["step"] == event["step"] for other in told
-            ), f"published on one rank, failed on another: {told}"
+            assert not any(other["error"] is None and other["step"] == event["step"] for other in told), (
+                f"published on one rank, failed on another: {told}"
+            )
     newest = max((checkpoint.step for checkpoint in seen.values()), default=-1)
     published = max((event["step"] for event in told if event["error"] is None), default=least)
     assert newest >= max(published, least), f"{published} was announced, {newest} is the newest there is"
@@ -263,7 +263,7 @@ def show(request: pytest.FixtureRequest) -> Iterator[list[str]]:
 
 
 @pytest.mark.timeout(3600 if CHOICE else 120)
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: str(family).replace(", ", "-").replace(" ", "_"))
 def test_kill_at_every_call(family: Family, nursery: Nursery, tmp_path: Path, show: list[str]) -> None:
     began = time.monotonic()
     template = make_template(nursery, family, tmp_path)

@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast
 from holdfast import api
@@ -456,3 +458,33 @@ def test_a_program_that_ends_without_close_finishes_what_it_began(tmp_path: Path
     assert out == "end of program\n"
     assert holdfast.open(tmp_path / "step-1").verify().ok
     assert holdfast.open(tmp_path / "single").verify().ok
+
+
+@pytest.mark.parametrize("held", [True, False], ids=["held", "left"])
+@pytest.mark.parametrize("how", ["save", "async_save", "dcp"])
+def test_overwriting_never_takes_a_whole_root_away(tmp_path: Path, how: str, held: bool) -> None:
+    """One path too short, and all checkpoints of a run would be gone."""
+    root = tmp_path / "root"
+    manager = holdfast.CheckpointManager(root, {"a": torch.ones(4)})
+    manager.save(1).result()
+    if not held:
+        manager.close()
+    expected = holdfast.RootLocked if held else holdfast.ConfigError
+
+    def overwrite() -> None:
+        if how != "dcp":
+            getattr(holdfast, how)({"a": torch.zeros(4)}, root, overwrite=True)
+        try:
+            dcp.save({"a": torch.zeros(4)}, storage_writer=holdfast.dcp.Writer(root, overwrite=True), no_dist=True)
+        except CheckpointException as error:
+            raise error.failures[0][0] from None
+
+    with pytest.raises(expected, match=str(root)) as caught:
+        overwrite()
+    if held:
+        assert isinstance(caught.value, holdfast.RootLocked)
+        assert str(os.getpid()) in caught.value.by
+        manager.close()
+    assert holdfast.open(root).read("a").tolist() == [1] * 4
+    assert sorted(os.listdir(tmp_path)) == ["root"]
+    assert holdfast.save({"a": torch.zeros(4)}, root / "other", overwrite=True).path == str(root / "other")

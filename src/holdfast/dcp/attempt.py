@@ -44,7 +44,7 @@ from holdfast.recovery import recover_one
 from holdfast.root import attempt_id, hidden_name, is_occupied
 from holdfast.storage.lease import LEASE_PREFIX, Heartbeat, hold, new_record
 from holdfast.storage.local import LocalStorage, create_root
-from holdfast.storage.lock import RootLock
+from holdfast.storage.lock import RootLock, refuse_managed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -101,7 +101,7 @@ class DcpAttempt:
         """Lock ``target``, settle what a crash left of it, and make the attempt's directory, durably.
 
         timeout_s: how long to wait for a process that still works on an earlier attempt. Raises `CheckpointExists`,
-        `RootLocked`, `StorageError`.
+        `ConfigError`, `RootLocked`, `StorageError`.
         """
         parent, name = os.path.split(target)
         create_root(parent)
@@ -109,7 +109,9 @@ class DcpAttempt:
         lock = RootLock.acquire_beside(target)
         try:
             recover_one(LocalStorage(parent), name, timeout_s=timeout_s)
-            if not overwrite:
+            if overwrite:
+                refuse_managed(target)
+            else:
                 refuse_occupied(target)
             attempt = cls(target, _manifest(name, world, step, metrics), lock, overwrite=overwrite)
         except BaseException:

@@ -2,6 +2,7 @@
 
     RootLock.acquire(root)          a manager's root: ``.holdfast/lock`` in it, which stays there
     RootLock.acquire_beside(path)   a save to one path: ``.{name}.lock`` beside it, gone on release
+    refuse_managed(path)            before one replaces what is at ``path``: not a whole root, with all its checkpoints
 
 Guarantees: at most one live holder per root on a host, and between hosts where the file system carries `flock`
 (NFSv4, Lustre, ext4, XFS). A file left by a crash is no obstacle: the lock, not the file, says that somebody lives. A
@@ -23,7 +24,7 @@ import weakref
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Final
 
-from holdfast.errors import RootLocked, StorageError
+from holdfast.errors import ConfigError, RootLocked, StorageError
 from holdfast.storage.lease import NO_LOCKS
 from holdfast.storage.local import LocalStorage
 
@@ -188,6 +189,18 @@ def _is_only_looked_at(fd: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def refuse_managed(path: str) -> None:
+    """Raise if ``path`` is a manager's root: `RootLocked` by whom if one is at work there, else `ConfigError`."""
+    if not os.path.isdir(os.path.join(path, DIRECTORY)):
+        return
+    RootLock.acquire(path).release()
+    raise ConfigError(
+        f"{path} is a manager's root, which overwriting would take away with every checkpoint in it; "
+        f"name a directory below it, or remove it first",
+        field="path",
+    )
 
 
 def _lock(fd: int, path: str) -> bool:

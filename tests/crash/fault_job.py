@@ -1,0 +1,84 @@
+"""A job that goes on saving while its supervisor has system calls fail; for test_fault_points.py.
+
+A window is one save and what it has removed; after each window comes a save that nothing happens to.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+from kill_job import begin, build, fill, settings, tell
+from supervised import Reins
+
+import holdfast
+
+REMOVAL_S = 0.5
+"""How long a window waits for what was to be removed."""
+
+
+def faults(root: str, windows: list[str]) -> None:
+    """Save in each window, and once more behind it."""
+    reins, world = begin()
+    state = build(world)
+    with holdfast.CheckpointManager(root, state, config=settings()) as manager:
+        for number, window in enumerate(windows):
+            with reins.window(window):
+                _save(reins, manager, state, 2 * number + 1, window)
+                _wait_removed(root)
+            _save(reins, manager, state, 2 * number + 2, "")
+    reins.note("closed")
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def _save(reins: Reins, manager: holdfast.CheckpointManager, state: dict[str, object], step: int, window: str) -> None:
+    fill(state, step)
+    began = time.monotonic()
+    handle = manager.save(step)
+    error = handle.exception(60)
+    seconds = time.monotonic() - began
+    manager.wait_staged()
+    visible = step in manager.steps()
+    whole = visible and holdfast.open(Path(handle.path)).verify().ok
+    tell(reins, error, step=step, window=window, seconds=seconds, visible=visible, whole=whole)
+
+
+def _wait_removed(root: str) -> None:
+    deadline = time.monotonic() + REMOVAL_S
+    while any(name.endswith(".trash") for name in os.listdir(root)) and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def starts(root: str, windows: list[str]) -> None:
+    """In each window a start that settles what a crash left (a template beside the root), and its end."""
+    reins, _ = begin()
+    for number, window in enumerate(windows):
+        target = f"{root}/{number}"
+        os.rename(f"{root}/template-{number}", target)
+        error = _start(reins, target, window, first=True)
+        if error is not None or window:
+            _start(reins, target, "", first=False)
+    reins.note("closed")
+
+
+def _start(reins: Reins, target: str, window: str, *, first: bool) -> BaseException | None:
+    state = build()
+    error: BaseException | None = None
+    step = None
+    began = time.monotonic()
+    try:
+        if first:
+            with reins.window(window):
+                manager = holdfast.CheckpointManager(target, state, config=settings())
+        else:
+            manager = holdfast.CheckpointManager(target, state, config=settings())
+        with manager:
+            step = manager.restore()
+    except holdfast.HoldfastError as failed:
+        error = failed
+    seconds = time.monotonic() - began
+    tell(reins, error, step=step, window=window, seconds=seconds, left=sorted(os.listdir(target)))
+    return error

@@ -1,0 +1,21 @@
+"""Programs that are in the way of others; started by test_hostile_places.py."""
+
+from __future__ import annotations
+
+import time
+
+from kill_job import build, fill, settings
+from saving_job import note, start
+
+import holdfast
+
+
+def hold(root: str, log: str) -> None:
+    """Be a manager that stays."""
+    start(log)
+    state = build()
+    fill(state, 1)
+    manager = holdfast.CheckpointManager(root, state, config=settings())
+    manager.save(1).result(30)
+    note("holds")
+    time.sleep(120)
