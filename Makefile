@@ -8,6 +8,7 @@
 #   make bench-report put the last run into benchmarks/reports/ and its figures into the documentation
 #   make test-full    the slow and large tests too
 #   make test-crash   a hundred kills at random moments
+#   make test-crash-full  SIGKILL and every error of a file system at every system call of a save
 #
 # On a machine without a GPU the CPU build of torch is a much smaller download:
 #   make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
@@ -20,7 +21,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-full test-crash check format bench bench-quick bench-report clean
+.PHONY: help venv demo test test-full test-crash test-crash-full check format bench bench-quick bench-report clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -44,6 +45,9 @@ test-full: $(READY)
 
 test-crash: $(READY)
 	HOLDFAST_KILLS=100 $(BIN)/python -m pytest tests/crash --timeout 3600 $(PYTEST_FLAGS)
+
+test-crash-full: $(READY)
+	HOLDFAST_KILLS=100 HOLDFAST_KILL_POINTS=all $(BIN)/python -m pytest tests/crash --timeout 7200 $(PYTEST_FLAGS)
 
 check: $(READY)
 	$(BIN)/ruff check

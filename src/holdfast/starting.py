@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from holdfast import events
 from holdfast.engine.removal import remove_quickly
 from holdfast.recovery import RecoveryReport, recover
-from holdfast.storage.lock import RootLock
+from holdfast.storage.lock import RootLock, sweep_left
 
 if TYPE_CHECKING:
     from holdfast.storage.local import LocalStorage
@@ -42,4 +42,5 @@ def settle_root(storage: LocalStorage, *, timeout_s: float) -> tuple[RecoveryRep
     events.emit(
         "root.recovered", rank=0, path=storage.root, rolled_forward=report.rolled_forward, removed=report.removed
     )
+    sweep_left(storage.root)
     return report, [name for name in trash if storage.exists(name)]

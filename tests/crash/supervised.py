@@ -314,7 +314,7 @@ def launch(
             theirs.close()
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
             os.write(CONTROL, b"!")
-            listener = syscalls.trap(names, opens=opens)
+            listener = syscalls.trap(names, opens=opens or only is not None)
             os.read(CONTROL, 1)  # the supervisor has its own
             os.close(listener)
             getattr(importlib.import_module(program[0]), program[1])(**arguments)

@@ -39,6 +39,7 @@ TALKED_MAX = 10
 """Of equal calls on sockets, how many are tried: ranks that wait for news ask the Store again and again."""
 END_S = 2 * (STAGE_S + PERSIST_S + 2 * COMMIT_S) + 20
 ORPHAN_S = 10.0
+CHANGING_OR_TALKING = syscalls.CHANGING | syscalls.TALKING
 
 pytestmark = pytest.mark.skipif(not syscalls.AVAILABLE, reason="numbers of system calls are known for x86-64 only")
 
@@ -283,3 +284,38 @@ def test_kill_at_every_call(family: Family, nursery: Nursery, tmp_path: Path, sh
         f"{time.monotonic() - began:.0f} s\n  {calls}"
     )
     assert missed <= 1 + len(acts) // 20
+
+
+@pytest.mark.timeout(3600 if CHOICE else 120)
+def test_kill_at_every_kind_of_other_call(nursery: Nursery, tmp_path: Path, show: list[str]) -> None:
+    """Those that read, wait or take memory: the first, one in the middle and the last of each role and name."""
+    began = time.monotonic()
+    family = Family("saves", 1, "kill all", 6)
+    template = make_template(nursery, family, tmp_path)
+    undisturbed = Job(nursery, family, template, tmp_path / "undisturbed", None, everything=True)
+    outcome = undisturbed.finish()
+    assert outcome.status == [0], undisturbed.child.stderr()
+    counts = Counter((point.role, point.call) for point in outcome.seen["life"])
+    unknown = {call for _, call in counts if call not in syscalls.NUMBERS}
+    assert not unknown, f"nobody has said what these calls are, nor tried to kill there: {unknown}"
+    tried = CHANGING_OR_TALKING - {"openat"}
+    points = [
+        Point(role, call, "", number)
+        for (role, call), count in sorted(counts.items())
+        if call not in tried
+        for number in sorted({1, (count + 1) // 2, count})
+    ]
+    reached: Counter[str] = Counter()
+    for number, point in enumerate(choose(points, family.few)):
+        act = Act(point, family.kind, window="life")
+        found, _ = run_all(nursery, family, template, [act], tmp_path / str(number), only=point.call)
+        reached += found
+    missed = reached.pop("not reached", 0)
+    others = sum(count for (_, call), count in counts.items() if call not in tried)
+    show.append(
+        f"kill points (other calls): {sum(reached.values())} of {len(points)} tried and survived, a sample of {others} "
+        f"calls of {len({call for _, call in counts} - tried)} kinds; {missed} not reached again, "
+        f"{time.monotonic() - began:.0f} s"
+    )
+    # How often threads wait or take memory is never the same: the last of them may not come again.
+    assert missed <= 2 + len(points) // 3

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from holdfast.errors import RootLocked, StorageError
-from holdfast.storage.lock import RootLock
+from holdfast.storage.lock import RootLock, sweep_left
 
 _HOLD = """
 import sys, time
@@ -131,6 +131,29 @@ def test_a_lock_file_that_was_replaced_is_not_taken_for_the_lock(tmp_path, monke
     with pytest.raises(RootLocked):
         RootLock.acquire_beside(path)
     lock.release()
+
+
+def test_what_killed_saves_have_left_is_swept(tmp_path):
+    process = hold_elsewhere("acquire_beside", tmp_path / "dead")
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    (tmp_path / ".foreign.lock").write_text("")
+    (tmp_path / ".other.lock").write_text('{"pid": 1}')
+    (tmp_path / ".dir.lock").mkdir()
+    (tmp_path / ".link.lock").symlink_to(tmp_path / ".dead.lock")
+    with RootLock.acquire_beside(str(tmp_path / "alive")):
+        sweep_left(str(tmp_path))
+        assert sorted(os.listdir(tmp_path)) == [
+            ".alive.lock",
+            ".dir.lock",
+            ".foreign.lock",
+            ".link.lock",
+            ".other.lock",
+        ]
+        with pytest.raises(RootLocked):
+            RootLock.acquire_beside(str(tmp_path / "alive"))
+    sweep_left(str(tmp_path / "nowhere"))
 
 
 def test_a_root_that_is_not_there_is_an_error(tmp_path):

@@ -2,6 +2,7 @@
 
     RootLock.acquire(root)          a manager's root: ``.holdfast/lock`` in it, which stays there
     RootLock.acquire_beside(path)   a save to one path: ``.{name}.lock`` beside it, gone on release
+    sweep_left(root)                at a start: the files of saves that were killed
     refuse_managed(path)            before one replaces what is at ``path``: not a whole root, with all its checkpoints
 
 Guarantees: at most one live holder per root on a host, and between hosts where the file system carries `flock`
@@ -191,6 +192,29 @@ def _is_only_looked_at(fd: int) -> bool:
     return True
 
 
+def sweep_left(root: str) -> None:
+    """Remove the lock files beside paths below ``root`` whose holders were killed; those in use stay. Never raises."""
+    try:
+        entries = [entry for entry in os.listdir(root) if entry.startswith(".") and entry.endswith(".lock")]
+    except OSError as error:
+        _log.warning("can't look for locks left in %s: %s", root, error)
+        return
+    for entry in entries:
+        path, name = os.path.join(root, entry), entry[1 : -len(".lock")]
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                ours = stat.S_ISREG(os.fstat(fd).st_mode) and _record(fd) is not None
+            finally:
+                os.close(fd)
+            if name and ours:
+                RootLock.acquire_beside(os.path.join(root, name)).release()
+        except RootLocked:
+            continue
+        except (OSError, StorageError) as error:
+            _log.warning("the lock file %s stays: %s", path, error)
+
+
 def refuse_managed(path: str) -> None:
     """Raise if ``path`` is a manager's root: `RootLocked` by whom if one is at work there, else `ConfigError`."""
     if not os.path.isdir(os.path.join(path, DIRECTORY)):
@@ -237,8 +261,13 @@ def _write_record(fd: int, path: str) -> None:
 
 
 def _holder(fd: int) -> str:
+    return _record(fd) or "a process that has not said who it is"
+
+
+def _record(fd: int) -> str | None:
+    """Who has written the record in a lock file; None if there is none of ours."""
     try:
         record = json.loads(os.pread(fd, _MAX_RECORD_BYTES, 0))
         return f"process {record['pid']} on host {record['host']} since {record['since']}"
     except (OSError, ValueError, KeyError, TypeError):
-        return "a process that has not said who it is"
+        return None
