@@ -1,0 +1,170 @@
+"""What goes wrong in one schedule: drawn once from the seed, before anything runs, but for odds that are asked for
+again and again. ``calm`` is a schedule in which nothing does.
+"""
+
+from __future__ import annotations
+
+import errno
+
+from simulator.scheduler import Current
+
+STORAGE_ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ESTALE)
+CHANGING = ("create", "pwrite", "fsync", "rename", "mkdir", "unlink", "rmdir")
+
+
+class Faults:
+    """Every attribute is what one schedule does; see `draw`."""
+
+    def __init__(self, rng):
+        self.rng = rng
+        self.random = rng.random
+        self.worlds = [1]
+        self.saves = [2]
+        self.hosts = 1
+        self.locks_are_local = False
+        self.extended_store = True
+        self.keep_last = 2
+        self.overwrites = 0.0
+        self.model_only = 0.0
+        self.slow = 0.0
+        self.short_writes = 0.0
+        self.repeated = 0.0
+        self.errors = 0.0
+        self.drop = 0.0
+        self.staging = set()
+        self.trainer_kills = {}
+        self.engine_kills = {}
+        self.engine_hangs = {}
+        self.pauses = []
+        self.job_kills = {}
+        self.power_cuts = {}
+        self.stores_gone = {}
+        self.cuts = []
+        self.launcher_waits_s = 1.0
+        self.final_cut = False
+        self.active = True
+        self.started_engines = 0
+
+    @property
+    def disturbed(self):
+        """Whether ranks may learn different things: a Store or a process that is not well."""
+        return bool(
+            self.drop
+            or self.trainer_kills
+            or self.pauses
+            or self.job_kills
+            or self.power_cuts
+            or self.stores_gone
+            or self.cuts
+            or self.engine_kills
+            or self.engine_hangs
+            or self.errors
+            or self.slow
+        )
+
+    @classmethod
+    def draw(cls, rng):
+        faults = cls(rng)
+        chance = rng.random
+        incarnations = rng.choice((1, 1, 2, 2, 3))
+        faults.worlds = [rng.choice((1, 1, 2, 2, 3, 3, 4, 5)) for _ in range(incarnations)]
+        faults.saves = [rng.choice((1, 1, 2, 3)) for _ in range(incarnations)]
+        faults.hosts = rng.choice((1, 1, 2, 5))
+        faults.locks_are_local = faults.hosts > 1 and chance() < 0.5
+        faults.extended_store = chance() < 0.7
+        faults.keep_last = rng.choice((1, 1, 2, 3))
+        faults.overwrites = rng.choice((0, 0, 0.4))
+        faults.model_only = rng.choice((0, 0, 0, 0.3))
+        faults.launcher_waits_s = rng.choice((0.0, 0.2, 2.0, 60.0))
+        faults.final_cut = chance() < 0.6
+        for _ in range(rng.choice((0, 1, 1, 1, 2, 2, 3))):
+            faults._draw_one(rng.randrange(incarnations))
+        return faults
+
+    def _draw_one(self, at):
+        rng = self.rng
+        world, saves = self.worlds[at], self.saves[at]
+        rank = rng.randrange(world)
+        call = rng.randrange(1, 40 + 60 * saves)
+        soon = rng.random() * 0.3 * (1 + saves)
+        kind = rng.randrange(14)
+        if kind <= 1:
+            self.trainer_kills[at, rng.choice((0, 0, rank))] = (call, rng.random() < 0.5)
+        elif kind == 2:
+            self.engine_kills[at, rank] = (rng.randrange(1, 30 * saves), rng.random() < 0.5)
+        elif kind == 3:
+            self.engine_hangs[at, rank] = (rng.randrange(1, 30 * saves), rng.choice((1.0, 5.0, 20.0)))
+        elif kind == 4:
+            self.pauses.append((at, rank, rng.random() < 0.5, soon, rng.choice((0.5, 3.0, 12.0))))
+        elif kind == 5:
+            self.job_kills[at] = soon
+        elif kind in {6, 7}:
+            self.power_cuts[at] = soon
+        elif kind == 8:
+            self.stores_gone[at] = (soon, rng.random() < 0.5)
+        elif kind == 9:
+            self.drop = rng.choice((0.002, 0.02))
+        elif kind == 10:
+            self.cuts.append((at, rank, soon, rng.choice((0.5, 4.0, 1e9))))
+        elif kind == 11:
+            self.errors = rng.choice((0.01, 0.05))
+            self.repeated = rng.choice((0, 0.1))
+        elif kind == 12:
+            self.staging.add((at, rng.randrange(saves), rank))
+        else:
+            self.slow = rng.choice((0.01, 0.05))
+            self.short_writes = 0.3
+
+    # What the simulated system asks. -----------------------------------------------------------------------------
+
+    def latency(self, process, name):
+        delay = 0.0002 + 0.001 * self.random()
+        if self.active:
+            if self.slow and self.random() < self.slow:
+                delay += 2.0 * self.random()
+            hang = process.__dict__.get("hang")
+            if hang is not None and process.calls == hang[0]:
+                delay += hang[1]
+        return delay
+
+    def error(self, process, name, path):
+        if self.active and self.errors and name in CHANGING and self.random() < self.errors:
+            return self.rng.choice(STORAGE_ERRORS)
+        return 0
+
+    def short(self, nbytes):
+        if self.active and self.short_writes and nbytes > 1 and self.random() < self.short_writes:
+            return self.rng.randrange(1, nbytes)
+        return nbytes
+
+    def repeated_answer(self, _task):
+        return self.active and self.repeated and self.random() < self.repeated
+
+    def travel(self):
+        return 0.0001 + 0.0008 * self.random()
+
+    def drops(self, _process):
+        if self.active and self.drop and self.random() < self.drop:
+            return "before" if self.random() < 0.5 else "after"
+        return None
+
+    def is_cut_off(self, process):
+        return self.active and Current.sim.now < process.__dict__.get("cut_until", 0.0)
+
+    def doom_engine(self, process):
+        """A fresh engine process: how it will end, if not by itself."""
+        trainer = process.__dict__.get("trainer_key")
+        if trainer is None or not self.active:
+            return
+        if trainer in self.engine_kills:
+            process.kill_at, process.kill_after = self.engine_kills.pop(trainer)
+        if trainer in self.engine_hangs:
+            process.hang = self.engine_hangs.pop(trainer)
+
+    def describe(self):
+        shown = {
+            key: value
+            for key, value in vars(self).items()
+            if key not in {"rng", "random", "active", "started_engines"} and value not in (0, 0.0, {}, [], set(), None)
+        }
+        return ", ".join(f"{key}={value}" for key, value in shown.items())

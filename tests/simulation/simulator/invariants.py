@@ -1,0 +1,296 @@
+"""What must always hold (design.md §8), looked at whenever the root changes, whenever a rank is told, and at the end.
+
+Every breach is an `InvariantBroken` with the name of the invariant:
+
+    whole            what is visible is whole: every byte that was staged for it, and no byte of another save
+    durable          what a rank is told is published would survive any power cut at that moment
+    kept             what was told published is there later, unless retention took it or an overwrite replaced it
+    failed           an attempt that any rank was told had failed never becomes visible
+    agreement        no rank is told of success and another of failure
+    cause            where nothing but the failure itself is wrong, all ranks are told the same cause
+    newest           nothing is taken away that isn't followed by a newer durable one (resumable, if it was)
+    retention        nothing is taken away that the policy keeps
+    attempt id       an attempt's id is used once
+    bounded          every save ends, within its deadlines
+    leftovers        after a restart nothing hidden is left
+    goes on          after a restart that nothing disturbs a save is published, and a restart resumes from the newest
+    no defect        nothing of Holdfast raises what it doesn't mean to
+"""
+
+from __future__ import annotations
+
+import re
+
+import xxhash
+
+from holdfast.errors import HoldfastError
+from holdfast.format.manifest import MANIFEST_NAME, decode_manifest, decode_report, report_name
+from simulator.filesystem import Dir, File, durable_tree
+from simulator.job import METADATA, ROOT, SAVE_LIMIT_S, file_name, payload
+
+HIDDEN = re.compile(r"\.(.+)\.([0-9a-f]{12})\.(incomplete|recovering|replaced|trash)")
+
+
+class InvariantBroken(AssertionError):
+    def __init__(self, invariant, message):
+        super().__init__(f"{invariant}: {message}")
+        self.invariant = invariant
+
+
+class Attempt:
+    """What the checker knows of one attempt; in the order in which they were begun."""
+
+    def __init__(self, number, save, name, step, resumable, world):
+        self.number, self.save, self.name, self.step = number, save, name, step
+        self.resumable, self.world = resumable, world
+        self.told = {}
+        self.was_visible = False
+        self.removed = False
+        self.replaced_by = None
+
+
+class Checker:
+    def __init__(self, sim, files, faults):
+        self.sim, self.files, self.faults = sim, files, faults
+        self.attempts = {}
+        self.saves = {}
+        self.told_by_save = {}
+        self.breach = None
+        self.root = None
+        self.published_in_last = 0
+        self.took_s = 0.0
+        self.rolled_forward = 0
+        files.watch = self.changed
+
+    def broken(self, invariant, message):
+        if self.breach is None:
+            self.breach = InvariantBroken(invariant, message)
+            self.sim.log("BROKEN", str(self.breach))
+
+    # what the job tells ------------------------------------------------------------------------------------------
+
+    def saving(self, save, step, name, resumable, world):
+        self.saves.setdefault(save, (step, name, resumable, world))
+
+    def told(self, save, rank, what, attempt, message, world):
+        said = self.told_by_save.setdefault(save, {})
+        said[rank] = (what, message)
+        if {"published", "failed"} <= {kind for kind, _ in said.values()}:
+            self.broken("agreement", f"save {save}: {said}")
+        known = self.attempts.get(attempt)
+        if known is None:
+            known = next((found for found in self.attempts.values() if found.save == save), None)
+        if what == "failed":
+            messages = {text for kind, text in said.values() if kind == "failed"}
+            if len(messages) > 1 and not self.faults.disturbed:
+                self.broken("cause", f"save {save}: {messages}")
+            if known is not None:
+                known.told[rank] = what
+                if self._at(known) or self._at(known, durable=True):
+                    self.broken("failed", f"{known.name} of save {save} is visible, rank {rank} is told it failed")
+        elif what == "published":
+            if known is None:
+                self.broken("whole", f"save {save} is told published, but was never begun")
+                return
+            known.told[rank] = what
+            if known.save != save:
+                self.broken("agreement", f"rank {rank} is told of save {known.save} as the end of save {save}")
+            if save[0] == len(self.faults.worlds):
+                self.published_in_last += 1
+            if not known.removed and known.replaced_by is None:
+                tree = self._durable_root().get(known.name)
+                fault = self._fault(known.name, tree)
+                if fault:
+                    self.broken("durable", f"rank {rank} is told that {known.name} is published: durably {fault}")
+
+    def took(self, save, rank, seconds):
+        if seconds > SAVE_LIMIT_S:
+            self.broken("bounded", f"save {save} took rank {rank} {seconds:.0f} s")
+
+    def recovered(self, _trash):
+        pass
+
+    def resumed(self, steps):
+        """What a start takes for its candidates, best first."""
+        newest = self._newest_visible(resumable=True)
+        if newest is not None and (not steps or steps[0] != newest.step):
+            self.broken("goes on", f"the newest to resume from is {newest.name}, a start finds {steps}")
+
+    # what the file system tells ----------------------------------------------------------------------------------
+
+    def changed(self, parent, act, old, new):
+        if self.root is None or parent is not self.root:
+            found = self.files.find(ROOT)
+            if parent is not found or found is None:
+                return
+            self.root = found
+        if act == "mkdir":
+            hidden = HIDDEN.fullmatch(new)
+            if hidden is not None:
+                self._begun(hidden[1], hidden[2])
+        elif act == "rename":
+            if not new.startswith("."):
+                self._appeared(new)
+            elif not old.startswith("."):
+                self._went(old, new)
+
+    def _begun(self, name, attempt):
+        if attempt in self.attempts:
+            self.broken("attempt id", f"{attempt} of {name} was used before")
+            return
+        save = next((process.save for process in self.sim.processes if self._coordinates(process)), None)
+        step, _, resumable, world = self.saves.get(save, (None, name, True, 1))
+        self.attempts[attempt] = Attempt(len(self.attempts), save, name, step, resumable, world)
+
+    def _coordinates(self, process):
+        key = process.__dict__.get("key")
+        return key is not None and key[1] == 0 and not process.dead and process.save is not None
+
+    def _appeared(self, name):
+        tree = _tree(self.root.entries[name])
+        fault = self._fault(name, tree)
+        if fault:
+            self.broken("whole", f"{name} became visible: {fault}")
+            return
+        attempt = self.attempts[self._attempt_in(name, tree)]
+        attempt.was_visible = True
+        attempt.replaced_by = None
+        if "failed" in attempt.told.values():
+            self.broken("failed", f"{name} became visible, save {attempt.save} was told failed: {attempt.told}")
+
+    def _went(self, name, target):
+        hidden = HIDDEN.fullmatch(target)
+        attempt = self.attempts.get(self._attempt_in(name, _tree(self.root.entries[target])) or "")
+        if hidden is None or attempt is None:
+            self.broken("kept", f"{name} was moved to {target}")
+            return
+        if hidden[3] == "replaced":
+            attempt.replaced_by = hidden[2]
+            return
+        attempt.removed = True
+        durable = self.root.durable
+        newer = [other for other in self._visible() if other.number > attempt.number and other.name in durable]
+        if not newer or (attempt.resumable and not any(other.resumable for other in newer)):
+            self.broken("newest", f"{name} was removed, newer and durable are {[other.name for other in newer]}")
+        elif len(newer) < self.faults.keep_last:
+            kept = self.faults.keep_last
+            self.broken("retention", f"{name} was removed with {len(newer)} newer ones, {kept} are to be kept")
+
+    # the end -----------------------------------------------------------------------------------------------------
+
+    def finish(self):
+        """After the last restart: everything is settled."""
+        self.root = self.files.find(ROOT)
+        entries = {} if self.root is None else self.root.entries
+        left = [name for name in entries if name.startswith(".") and name != ".holdfast"]
+        if left:
+            self.broken("leftovers", f"{sorted(left)}")
+        for name, node in sorted(entries.items()):
+            if not name.startswith("."):
+                fault = self._fault(name, _tree(node))
+                if fault:
+                    self.broken("whole", f"at the end {name}: {fault}")
+        for number, attempt in self.attempts.items():
+            told = set(attempt.told.values())
+            if "failed" in told and self._at(attempt):
+                self.broken("failed", f"{attempt.name} is visible, save {attempt.save} was told failed")
+            if "published" in told and not self._is_kept(attempt):
+                self.broken("kept", f"{attempt.name} of attempt {number} was told published and is gone")
+        if not self.published_in_last:
+            self.broken("goes on", "nothing disturbs the last run, and its save was not published")
+        for process, task, error in self.sim.errors:
+            self.broken("no defect", f"{process}/{task}: {type(error).__name__}: {error}")
+
+    def _is_kept(self, attempt):
+        while attempt is not None:
+            if attempt.removed or self._at(attempt):
+                return True
+            attempt = self.attempts.get(attempt.replaced_by)
+        return False
+
+    # looking -----------------------------------------------------------------------------------------------------
+
+    def _visible(self):
+        return [attempt for attempt in self.attempts.values() if self._at(attempt)]
+
+    def _newest_visible(self, *, resumable):
+        found = [attempt for attempt in self._visible() if attempt.resumable or not resumable]
+        return max(found, key=lambda attempt: attempt.number, default=None)
+
+    def _at(self, attempt, *, durable=False):
+        """Whether it is at its final name."""
+        root = self.files.find(ROOT)
+        if root is None:
+            return False
+        node = (root.durable if durable else root.entries).get(attempt.name)
+        if type(node) is not Dir:
+            return False
+        file = node.entries.get(MANIFEST_NAME)
+        return type(file) is File and self.attempts.get(_attempt_of(bytes(file.data))) is attempt
+
+    def _durable_root(self):
+        node = self.files.root
+        for part in ROOT.strip("/").split("/"):
+            node = node.durable.get(part)
+            if node is None:
+                return {}
+        return _Lazily(node)
+
+    def _attempt_in(self, name, tree):
+        return _attempt_of(tree.get(MANIFEST_NAME, b"")) if isinstance(tree, dict) else None
+
+    def _fault(self, name, tree):
+        """What is wrong with a checkpoint, in words; None if it is whole."""
+        if not isinstance(tree, dict):
+            return "it isn't there"
+        try:
+            manifest = decode_manifest(tree.get(MANIFEST_NAME, b""), path=name)
+            attempt = self.attempts.get(manifest.attempt)
+            if attempt is None or attempt.name != name or manifest.name != name:
+                return f"it is of attempt {manifest.attempt} at {manifest.name}"
+            expected = {MANIFEST_NAME, ".metadata"}
+            for rank in range(attempt.world):
+                expected |= {file_name(rank), report_name(rank)}
+                data = tree.get(report_name(rank), b"")
+                report = decode_report(data, path=report_name(rank))
+                line = manifest.reports[rank]
+                if (report.attempt, report.rank, report.world) != (manifest.attempt, rank, attempt.world):
+                    return f"report {rank} is of another attempt, rank or world"
+                if (line.size, line.digest) != (len(data), xxhash.xxh3_128_hexdigest(data)):
+                    return f"report {rank} is not what the manifest lists"
+                if tree.get(file_name(rank)) != payload(attempt.save, rank):
+                    return f"the bytes of rank {rank} are not those it staged"
+        except (HoldfastError, IndexError) as error:
+            return str(error)
+        if len(manifest.reports) != attempt.world:
+            return f"{len(manifest.reports)} reports of {attempt.world} ranks"
+        if tree.get(".metadata") != METADATA:
+            return ".metadata is not what was written"
+        if set(tree) != expected:
+            return f"it holds {sorted(set(tree) ^ expected)}"
+        return None
+
+
+def _tree(node):
+    if type(node) is File:
+        return bytes(node.data)
+    return {name: _tree(child) for name, child in node.entries.items()}
+
+
+class _Lazily:
+    """The durable entries of a directory, each looked at when asked for."""
+
+    def __init__(self, node):
+        self._node = node
+
+    def get(self, name):
+        node = self._node.durable.get(name) if type(self._node) is Dir else None
+        return None if node is None else durable_tree(node)
+
+
+_ATTEMPT = re.compile(rb'"attempt":\s*"([0-9a-f]{12})"')
+
+
+def _attempt_of(data):
+    found = _ATTEMPT.search(data[:4096])
+    return found[1].decode() if found else None

@@ -1,0 +1,334 @@
+"""A job as a launcher runs it: ranks that resume, save and keep house; killed, cut off, and started again.
+
+The glue here does what ``manager`` and ``saver`` do around the parts under test, and no more: start (lock, recovery,
+votes), agree on each save, deliver it, apply retention, close. What it hands to `Delivery` in place of a capture holds
+bytes that say which save and rank they are of.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from holdfast.agreement import Agreement, Ballot, Votes
+from holdfast.capture import DeliveryPlan, SaveRequest
+from holdfast.coordination import StoreBoard
+from holdfast.delivery import Delivery
+from holdfast.engine.client import EngineClient
+from holdfast.errors import HoldfastError, OutcomeUnknown, StateChangedWhileStaging
+from holdfast.group import Group
+from holdfast.keeping import Keeper
+from holdfast.plan.write import PlannedFile, RankPlan
+from holdfast.retention import Keep
+from holdfast.starting import settle_root
+from holdfast.storage.local import LocalStorage, create_root
+from holdfast.storage.lock import RootLock
+from holdfast.world_plan import Whole
+from simulator import scheduler
+from simulator.engine import new_image, sim_close
+from simulator.store import Server
+
+ROOT = "/jobs/root"
+TEMPLATE = "step-{step}"
+METADATA = b"what DCP would say" * 40
+CONFIG = SimpleNamespace(stage_timeout=4.0, persist_timeout=4.0, commit_timeout=3.0)
+SAVE_LIMIT_S = 90.0
+"""A save that takes longer, slow storage calls apart, has hung: every deadline on its way is far shorter."""
+
+
+def file_bytes(rank):
+    return 4096 * (2 + (rank == 0))
+
+
+def file_name(rank):
+    return f"__{rank}_0.distcp"
+
+
+def payload(save, rank):
+    """What ``rank`` puts into ``save``: other bytes than any other save and rank, on every page."""
+    mark = b"%d.%d.%d|" % (*save, rank)
+    return (mark * (4096 // len(mark) + 1))[:4096] * (file_bytes(rank) // 4096)
+
+
+class Handle:
+    """What a `SaveHandle` is to a delivery."""
+
+    attempt = ""
+
+    def advance(self, _stage):
+        pass
+
+    def add_stats(self, **_):
+        pass
+
+
+class SimCapture:
+    """What a `Capture` is to a delivery: bytes in an image, and the word whether they held still."""
+
+    def __init__(self, request, number, plan, buffer, *, changed, error=None):
+        self.request, self.number, self.plan, self.buffer, self.error = request, number, plan, buffer, error
+        self.handle = Handle()
+        self.staging = SimpleNamespace(copied_at=-10.0)
+        self.passed = scheduler.Event()
+        self._changed = changed
+
+    def verify(self):
+        if self._changed:
+            message = f"step {self.request.step}: w was changed before its copy was complete"
+            self.error = StateChangedWhileStaging(message, tensor="w")
+        self.passed.set()
+
+
+class SimWorldPlan:
+    """What a `WorldPlan` is to a delivery, once all ranks have told."""
+
+    def __init__(self, world):
+        planned = tuple(((file_name(rank), file_bytes(rank)),) for rank in range(world))
+        self.whole = Whole(planned, METADATA)
+
+    def complete(self, _board, *, timeout_s):
+        return self.whole
+
+
+class Trainer:
+    """One rank of one incarnation."""
+
+    def __init__(self, job, process, incarnation, rank, world, server):
+        self.job, self.process, self.sim = job, process, job.sim
+        self.incarnation, self.rank, self.world, self.server = incarnation, rank, world, server
+        self.number = 0
+
+    def main(self):
+        try:
+            self._session()
+        except HoldfastError as error:
+            self.sim.log("session ends", repr(error))
+        self.sim.end(self.process, 0)
+
+    def _session(self):
+        rank, world = self.rank, self.world
+        board = StoreBoard(self.server.connect(), rank, world, "holdfast/manager/0", call_timeout_s=1.0)
+        storage = LocalStorage(ROOT)
+        keeper = Keeper(storage, TEMPLATE, Keep(last=self.job.faults.keep_last))
+        votes = Votes(board)
+        lock, trash, error = None, [], None
+        if rank == 0:
+            try:
+                create_root(ROOT)
+                lock = RootLock.acquire(ROOT)
+                _, trash = settle_root(storage, timeout_s=CONFIG.persist_timeout)
+                self.job.checker.recovered(trash)
+            except HoldfastError as failed:
+                error = failed
+        votes.settle(error, target=ROOT, timeout_s=CONFIG.stage_timeout + CONFIG.persist_timeout)
+        step = self._resume(votes, keeper)
+        engine = EngineClient(rank, writers=1, orphan_grace_s=6.0, silence_s_max=3.0)
+        engine.start()
+        delivery = Delivery(storage, Group(rank, world, tuple(range(world)), board), engine, CONFIG)
+        for name in trash:
+            delivery.remove(name)
+        agreement = Agreement(board.clone())
+        plan = DeliveryPlan("same", RankPlan(rank, (PlannedFile(file_name(rank), file_bytes(rank)),), (), ()), None)
+        if rank == 0:
+            plan = DeliveryPlan("same", plan.rank_plan, SimWorldPlan(world))
+        image = bytearray(file_bytes(rank))
+        buffer = SimpleNamespace(
+            image=SimpleNamespace(fd=new_image(image), nbytes=len(image)),
+            engine_image=None,
+            file_offsets=[0],
+            plan=plan.rank_plan,
+        )
+        again = False
+        for save in range(self.job.saves_of(self.incarnation)):
+            again = again or self.job.choices[self.incarnation, save, "overwrite"]
+            if not again or save == 0:
+                step += 1
+            self._save((self.incarnation, save), step, again and save > 0, agreement, delivery, keeper, plan, buffer, image)
+            again = False
+        agreement.leave()
+        delivery.close(2.0)
+        engine.close(3.0)
+        sim_close(buffer.image.fd)
+        agreement.board.close()
+        votes.leave()
+        board.close()
+        if lock is not None:
+            lock.release()
+
+    def _resume(self, votes, keeper):
+        """The step to go on from; the newest by rank 0's word, as `CheckpointManager.restore` takes it."""
+        listing, error = b"", None
+        if self.rank == 0:
+            try:
+                found = keeper.candidates(None)
+                listing = b"%d" % (found[0][0] if found else 0)
+                keeper.resumed_from(found[0][0] if found else None)
+                self.job.checker.resumed([step for step, _ in found])
+            except HoldfastError as failed:
+                error = failed
+        step = int(votes.share(listing, error, timeout_s=CONFIG.stage_timeout))
+        return step
+
+    def _save(self, save, step, again, agreement, delivery, keeper, plan, buffer, image):
+        job, rank = self.job, self.rank
+        self.process.save = save
+        name = TEMPLATE.format(step=step)
+        resumable = not job.choices[(*save, "model only")]
+        request = SaveRequest(step, name, {}, resumable=resumable, overwrite=again, eager=False)
+        started = self.sim.now
+        error = None
+        number = -1
+        try:
+            refusal = None
+            if rank == 0:
+                extra, replaces = keeper.place(step, name, ())
+                request = SaveRequest(step, name, {}, resumable, again or replaces, False, extra)
+                delivery.check_target(request)
+        except HoldfastError as failed:
+            from holdfast.outcome import AbortReason
+
+            refusal = AbortReason.of(failed, rank=rank)
+        number = agreement.cast(Ballot(step, name, "same", refusal=refusal), b"s")
+        try:
+            verdict = agreement.wait_verdict(timeout_s=CONFIG.stage_timeout)
+            if verdict.kind == "refused":
+                self.sim.log("refused", verdict.refusal.message)
+                job.checker.told(save, rank, "failed", "", verdict.refusal.message, self.world)
+                return
+        except HoldfastError as failed:
+            error = failed
+        image[:] = payload(save, rank)
+        changed = (*save, rank) in job.faults.staging and job.faults.active
+        if changed:
+            image[100] ^= 1
+        capture = SimCapture(request, number, plan, buffer, changed=changed, error=error)
+        job.checker.saving(save, step, name, resumable, self.world)
+        try:
+            delivery.deliver(capture)
+        except OutcomeUnknown as unknown:
+            self.sim.log("outcome unknown", str(unknown))
+            job.checker.told(save, rank, "unknown", capture.handle.attempt, str(unknown), self.world)
+        except HoldfastError as failed:
+            self.sim.log("save failed", f"{failed!r}")
+            job.checker.told(save, rank, "failed", capture.handle.attempt, str(failed), self.world)
+        else:
+            self.sim.log("save published", capture.handle.attempt)
+            job.checker.told(save, rank, "published", capture.handle.attempt, "", self.world)
+            if rank == 0:
+                keeper.note_published(step, name, request.extra, resumable=resumable)
+                keeper.apply_retention(step, delivery.remove)
+        job.checker.took(save, rank, self.sim.now - started)
+
+
+class Job:
+    """All incarnations of a job, and the launcher that starts them."""
+
+    def __init__(self, sim, faults, checker):
+        self.sim, self.faults, self.checker = sim, faults, checker
+        self.worlds, self.saves = list(faults.worlds), list(faults.saves)
+        rng = sim.rng
+        self.choices = {}
+        for incarnation, saves in enumerate(self.saves):
+            for save in range(saves):
+                self.choices[incarnation, save, "overwrite"] = rng.random() < faults.overwrites
+                self.choices[incarnation, save, "model only"] = rng.random() < faults.model_only
+        self.last = len(self.worlds)
+        self.worlds.append(rng.choice((1, 2, 3)))
+        self.saves.append(1)
+        self.choices[self.last, 0, "overwrite"] = self.choices[self.last, 0, "model only"] = False
+        self.done = False
+        self.trainers = []
+        self.servers = []
+
+    def saves_of(self, incarnation):
+        return self.saves[incarnation]
+
+    def launcher(self):
+        faults, sim = self.faults, self.sim
+        for incarnation in range(self.last):
+            self._incarnation(incarnation)
+            sim.sleep(sim.random())
+        if faults.final_cut:
+            self.power_cut()
+        faults.active = False
+        for process in sim.processes:
+            process.paused_until = min(process.paused_until, sim.now)
+        self._incarnation(self.last)
+        self.done = True
+
+    def power_cut(self):
+        sim = self.sim
+        sim.log("power cut")
+        for process in list(sim.processes):
+            if process.name != "launcher":
+                sim.end(process, -9)
+        sim.system.files.power_cut(sim.rng)
+
+    def _incarnation(self, number):
+        sim, faults = self.sim, self.faults
+        world = self.worlds[number]
+        sim.log("incarnation", f"{number} of {world} ranks")
+        server = self.new_server()
+        trainers = []
+        for rank in range(world):
+            process = sim.process(f"rank{rank}.{number}", f"host{rank % faults.hosts}")
+            process.key = (number, rank)
+            process.save = None
+            process.on_death.append(sim.system.drop_process)
+            trainers.append(process)
+        self.trainers = trainers
+        started = sim.now
+        killed_job = False
+        if faults.active:
+            self._doom(number, trainers, server)
+        for rank, process in enumerate(trainers):
+            process.spawn(Trainer(self, process, number, rank, world, server).main, name="main")
+        first_death = None
+        while any(not process.dead for process in trainers):
+            sim.sleep(0.05)
+            if not faults.active:
+                continue
+            elapsed = sim.now - started
+            if number in faults.power_cuts and elapsed >= faults.power_cuts[number]:
+                self.power_cut()
+                break
+            if number in faults.job_kills and elapsed >= faults.job_kills[number] and not killed_job:
+                killed_job = True
+                self._kill(trainers)
+            if any(process.dead and process.exitcode for process in trainers):
+                first_death = sim.now if first_death is None else first_death
+                if sim.now - first_death >= faults.launcher_waits_s:
+                    self._kill(trainers)
+
+    def _kill(self, trainers):
+        for process in trainers:
+            self.sim.kill(process)
+
+    def new_server(self):
+        return Server(self.faults, extended=self.faults.extended_store)
+
+    def _doom(self, number, trainers, server):
+        sim, faults = self.sim, self.faults
+        for rank, process in enumerate(trainers):
+            if (number, rank) in faults.trainer_kills:
+                process.kill_at, process.kill_after = faults.trainer_kills[number, rank]
+        if number in faults.stores_gone:
+            after, server.vanishes = faults.stores_gone[number]
+            server.gone_at = sim.now + after
+        for at, rank, after, for_s in faults.cuts:
+            if at == number:
+                sim.later(after, lambda rank=rank, for_s=for_s: self._cut(trainers[rank], for_s))
+        for at, rank, engine, after, for_s in faults.pauses:
+            if at == number:
+                sim.later(
+                    after, lambda rank=rank, engine=engine, for_s=for_s: self._pause(trainers[rank], engine, for_s)
+                )
+
+    def _cut(self, process, for_s):
+        process.cut_until = self.sim.now + for_s
+
+    def _pause(self, trainer, engine, for_s):
+        sim = self.sim
+        for process in sim.engines if engine else [trainer]:
+            if not process.dead and (not engine or process.trainer_key == trainer.key):
+                sim.log("paused", f"{process.name} for {for_s} s")
+                process.paused_until = sim.now + for_s

@@ -1,0 +1,454 @@
+"""Virtual time, and processes whose threads are greenlets: one runs at a time, and the seed says which.
+
+Guarantees: what runs depends on the seed only; a killed process runs no instruction more, not even its ``finally``
+blocks' system calls; a wait of one task never holds up another. Threads change only where they wait or make a system
+call: data races between two such places are not explored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import random
+from collections import deque
+
+from greenlet import getcurrent, greenlet
+
+
+class Dead(BaseException):
+    """Ends a task whose process is gone."""
+
+
+class Hang(Exception):
+    """The schedule did not come to its end in bounded time."""
+
+
+class Process:
+    """A process: its tasks, and how it may die."""
+
+    def __init__(self, sim, name, host):
+        sim.pids += 1
+        self.sim, self.name, self.host, self.pid = sim, name, host, sim.pids
+        self.tasks = []
+        self.dead = False
+        self.dying = False  # killed, but in a system call that has to end first
+        self.exitcode = None
+        self.paused_until = 0.0
+        self.calls = 0
+        self.kill_at = None  # its how many-th system call it doesn't survive
+        self.kill_after = False
+        self.fds = set()
+        self.on_death = []
+
+    def spawn(self, function, *args, name=""):
+        task = Task(self, function, args, name)
+        self.tasks.append(task)
+        self.sim.push(self.sim.now, task, True)
+        return task
+
+
+class Task(greenlet):
+    """A thread of a process."""
+
+    def __init__(self, process, function, args, name):
+        super().__init__(self._main, process.sim.hub)
+        self.process, self.function, self.args, self.name = process, function, args, name
+        self.token = 0
+        self.in_call = False
+        self.finished = False
+        self.joiners = []
+
+    def _main(self, *_):
+        sim = self.process.sim
+        try:
+            if not self.process.dead:
+                self.function(*self.args)
+        except Dead:
+            pass
+        except BaseException as error:
+            if not self.process.dead:
+                sim.errors.append((self.process.name, self.name, error))
+        self.finished = True
+        for joiner in self.joiners:
+            sim.wake(joiner)
+        self.function = self.args = self.joiners = ()
+
+
+class Sim:
+    def __init__(self, seed, *, trace=False):
+        self.rng = random.Random(seed)
+        self.random = self.rng.random
+        self.now = 0.0
+        self.heap = []
+        self.seq = 0
+        self.pids = 100
+        self.calls = 0
+        self.hub = getcurrent()
+        self.processes = []
+        self.errors = []
+        self.to_reap = []
+        self.lines = [] if trace else None
+        self.on_call = None
+        self.ended = False
+
+    def log(self, what, detail=""):
+        if self.lines is not None:
+            task = getcurrent()
+            who = f"{task.process.name}/{task.name}" if isinstance(task, Task) else "-"
+            self.lines.append(f"{self.now:10.5f} {who:28} {what} {detail}")
+
+    # time --------------------------------------------------------------------------------------------------------
+
+    def push(self, at, task, value):
+        self.seq += 1
+        heapq.heappush(self.heap, (at, self.random(), self.seq, task, task.token, value))
+
+    def later(self, delay, function):
+        """Call ``function`` on the hub; it must not wait."""
+        self.seq += 1
+        heapq.heappush(self.heap, (self.now + delay, self.random(), self.seq, None, 0, function))
+
+    def sleep(self, delay):
+        task = getcurrent()
+        at = self.now + delay
+        process = task.process
+        if process.dead or process.dying and not task.in_call:
+            raise Dead
+        heap = self.heap
+        if (not heap or at < heap[0][0]) and process.paused_until <= at and not self.to_reap:
+            self.now = at
+            return
+        self.push(at, task, True)
+        self.switch(task)
+
+    def park(self, timeout=None):
+        """Wait until woken; False if ``timeout`` passes first."""
+        task = getcurrent()
+        if task.process.dead or task.process.dying:
+            raise Dead
+        if timeout is not None:
+            self.push(self.now + max(0.0, timeout), task, False)
+        return self.switch(task)
+
+    def switch(self, task):
+        woken = self.hub.switch()
+        process = task.process
+        if process.dead or process.dying and not task.in_call:
+            raise Dead
+        return woken
+
+    def wake(self, task):
+        if not task.finished:
+            self.push(self.now, task, True)
+
+    def run(self, *, until, limit_s, limit_events):
+        """Run until ``until()`` or there is nothing to do; `Hang` past the limits."""
+        heap = self.heap
+        events = 0
+        while heap:
+            if self.to_reap:
+                self.reap()
+            at, _, _, task, token, value = heapq.heappop(heap)
+            if task is None:
+                self.now = max(self.now, at)
+                value()
+            else:
+                if task.token != token or task.finished:
+                    continue
+                process = task.process
+                if process.dead or process.dying and not task.in_call:
+                    continue
+                if process.paused_until > at:
+                    task.token += 1
+                    self.push(process.paused_until, task, value)
+                    continue
+                self.now = max(self.now, at)
+                task.token += 1
+                task.switch(value)
+            if until():
+                break
+            events += 1
+            if self.now > limit_s or events > limit_events:
+                raise Hang(f"no end after {self.now:.1f} s of virtual time and {events} events")
+        if self.to_reap:
+            self.reap()
+
+    # processes ---------------------------------------------------------------------------------------------------
+
+    def process(self, name, host):
+        process = Process(self, name, host)
+        self.processes.append(process)
+        return process
+
+    def kill(self, process, *, at_once=True):
+        """SIGKILL. Not ``at_once``: a system call under way ends first, as the kernel does it."""
+        if process.dead:
+            return
+        if not at_once and any(task.in_call for task in process.tasks if not task.finished):
+            process.dying = True
+            return
+        self.end(process, -9)
+
+    def end(self, process, exitcode):
+        if process.dead:
+            return
+        self.log("process ends", f"{process.name} {exitcode}")
+        process.dead = True
+        process.exitcode = exitcode
+        self.to_reap.append(process)
+        for function in process.on_death:
+            function(process)
+        process.on_death = []
+
+    def reap(self):
+        while self.to_reap:
+            process = self.to_reap.pop()
+            for task in process.tasks:
+                # A task may catch what ends it, and wait again: that raises anew.
+                for _ in range(50):
+                    if task.dead or task is getcurrent():
+                        break
+                    with contextlib.suppress(Dead):  # of one that never ran
+                        task.throw(Dead)
+                task.finished = True
+            process.tasks = [task for task in process.tasks if not task.dead]
+            if process in self.processes:
+                self.processes.remove(process)
+
+    def close(self):
+        """Kill what still runs."""
+        self.ended = True
+        for process in list(self.processes):
+            self.end(process, -9)
+        self.reap()
+        self.heap.clear()
+
+
+class Current:
+    """The simulation that is running; what stands in for modules of the system looks here."""
+
+    sim = None
+
+
+def sim():
+    return Current.sim
+
+
+def in_task():
+    return type(getcurrent()) is Task
+
+
+# what stands in for `threading`, `queue` and `time` ------------------------------------------------------------
+
+
+class Lock:
+    def __init__(self):
+        self.owner = None
+        self.depth = 0
+        self.waiters = deque()
+
+    def acquire(self, blocking=True, timeout=-1):  # noqa: FBT002 - threading's own signature
+        task = getcurrent()
+        if type(task) is Task and task.process.dead:
+            raise Dead
+        if self.owner is not None:
+            if not blocking:
+                return False
+            assert type(task) is Task, "a lock is held where nobody can wait for it"
+            deadline = None if timeout < 0 else Current.sim.now + timeout
+            while self.owner is not None:
+                self.waiters.append(task)
+                woken = Current.sim.park(None if deadline is None else deadline - Current.sim.now)
+                if not woken:
+                    if task in self.waiters:
+                        self.waiters.remove(task)
+                    return False
+        self.owner = task
+        return True
+
+    def release(self):
+        self.owner = None
+        while self.waiters:
+            task = self.waiters.popleft()
+            if not task.finished and not task.process.dead:
+                Current.sim.wake(task)
+                return
+
+    def locked(self):
+        return self.owner is not None
+
+    def __enter__(self):
+        self.acquire()
+        return True
+
+    def __exit__(self, *_):
+        self.release()
+
+
+class RLock(Lock):
+    def acquire(self, blocking=True, timeout=-1):  # noqa: FBT002 - threading's own signature
+        if self.owner is getcurrent():
+            self.depth += 1
+            return True
+        if super().acquire(blocking, timeout):
+            self.depth = 1
+            return True
+        return False
+
+    def release(self):
+        self.depth -= 1
+        if self.depth <= 0:
+            super().release()
+
+
+class Condition:
+    def __init__(self, lock=None):
+        self.lock = lock if lock is not None else RLock()
+        self.waiting = deque()
+        self.acquire, self.release = self.lock.acquire, self.lock.release
+
+    def __enter__(self):
+        return self.lock.__enter__()
+
+    def __exit__(self, *_):
+        self.lock.release()
+
+    def wait(self, timeout=None):
+        task = getcurrent()
+        self.waiting.append(task)
+        depth, self.lock.depth = self.lock.depth, 0
+        self.lock.release()
+        woken = Current.sim.park(timeout)
+        if not woken and task in self.waiting:
+            self.waiting.remove(task)
+        self.lock.acquire()
+        self.lock.depth = depth
+        return woken
+
+    def wait_for(self, predicate, timeout=None):
+        deadline = None if timeout is None else Current.sim.now + timeout
+        while not (result := predicate()):
+            left = None if deadline is None else deadline - Current.sim.now
+            if left is not None and left <= 0:
+                return predicate()
+            self.wait(left)
+        return result
+
+    def notify(self, n=1):
+        while self.waiting and n:
+            Current.sim.wake(self.waiting.popleft())
+            n -= 1
+
+    def notify_all(self):
+        self.notify(len(self.waiting))
+
+
+class Event:
+    def __init__(self):
+        self.flag = False
+        self.waiting = []
+
+    def is_set(self):
+        return self.flag
+
+    def set(self):
+        task = getcurrent()
+        if type(task) is Task and task.process.dead:
+            raise Dead
+        self.flag = True
+        if self.waiting:
+            waiting, self.waiting = self.waiting, []
+            for task in waiting:
+                Current.sim.wake(task)
+
+    def clear(self):
+        self.flag = False
+
+    def wait(self, timeout=None):
+        if self.flag:
+            return True
+        task = getcurrent()
+        self.waiting.append(task)
+        if not Current.sim.park(timeout) and task in self.waiting:
+            self.waiting.remove(task)
+        return self.flag
+
+
+class SimpleQueue:
+    def __init__(self):
+        self.items = deque()
+        self.waiting = deque()
+
+    def put(self, item):
+        self.items.append(item)
+        if self.waiting:
+            task = self.waiting.popleft()
+            task.process.sim.wake(task)
+
+    def get(self, block=True, timeout=None):  # noqa: FBT002 - queue's own signature
+        while not self.items:
+            self.waiting.append(getcurrent())
+            if not Current.sim.park(timeout):
+                raise TimeoutError
+        return self.items.popleft()
+
+
+class Thread:
+    def __init__(self, group=None, target=None, name="", args=(), kwargs=None, *, daemon=None):
+        self.target, self.name, self.args = target, name, args
+        self.daemon = daemon
+        self.task = None
+
+    def start(self):
+        task = getcurrent()
+        if task.process.dead:
+            raise Dead
+        self.task = task.process.spawn(self.target, *self.args, name=self.name)
+        self.target = None
+
+    def is_alive(self):
+        return self.task is not None and not self.task.finished
+
+    def join(self, timeout=None):
+        task = self.task
+        if task is None or task.finished:
+            return
+        me = getcurrent()
+        task.joiners.append(me)
+        if not Current.sim.park(timeout) and me in task.joiners:
+            task.joiners.remove(me)
+
+
+class threading:  # the name of what it stands in for
+    Lock, RLock, Condition, Event, Thread = Lock, RLock, Condition, Event, Thread
+
+    @staticmethod
+    def current_thread():
+        return getcurrent()
+
+
+class queue:
+    SimpleQueue = SimpleQueue
+
+
+class time:
+    @staticmethod
+    def monotonic():
+        task = getcurrent()
+        # A task that may not run any more must not go round and round until its deadline.
+        if type(task) is Task and task.process.dead:
+            raise Dead
+        return Current.sim.now
+
+    perf_counter = monotonic
+
+    @staticmethod
+    def time_ns():
+        return int(Current.sim.now * 1e9)
+
+    @staticmethod
+    def sleep(seconds):
+        if in_task():
+            Current.sim.sleep(max(0.0, seconds))
+        else:
+            Current.sim.now += seconds
