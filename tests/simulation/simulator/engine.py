@@ -95,7 +95,7 @@ class SimEngine(engine_process.Engine):
     # What the real one has an `Outbox` for.
 
     def put(self, message):
-        if not self._trainer.dead:
+        if not self._trainer.dead and not self._process.dead:
             self._out.deliver(message, (), self._trainer)
 
     def __len__(self):
@@ -171,6 +171,8 @@ class SimProcess:
         inbound.handle = self
 
     def tell(self, message, fds):
+        if getcurrent().process.dead:
+            raise Dead
         if self.process.dead:
             raise OSError("the engine is gone")
         system = Current.sim.system

@@ -20,6 +20,7 @@ class Faults:
         self.random = rng.random
         self.worlds = [1]
         self.saves = [2]
+        self.pace = 0.0001
         self.hosts = 1
         self.locks_are_local = False
         self.extended_store = True
@@ -30,6 +31,8 @@ class Faults:
         self.short_writes = 0.0
         self.repeated = 0.0
         self.errors = 0.0
+        self.refuse_manifest = False
+        self.engine_fsync = 0.0
         self.drop = 0.0
         self.staging = set()
         self.trainer_kills = {}
@@ -40,6 +43,7 @@ class Faults:
         self.power_cuts = {}
         self.stores_gone = {}
         self.cuts = []
+        self.overlaps = {}
         self.launcher_waits_s = 1.0
         self.final_cut = False
         self.active = True
@@ -56,9 +60,12 @@ class Faults:
             or self.power_cuts
             or self.stores_gone
             or self.cuts
+            or self.overlaps
             or self.engine_kills
             or self.engine_hangs
             or self.errors
+            or self.refuse_manifest
+            or self.engine_fsync
             or self.slow
         )
 
@@ -66,9 +73,10 @@ class Faults:
     def draw(cls, rng):
         faults = cls(rng)
         chance = rng.random
-        incarnations = rng.choice((1, 1, 2, 2, 3))
-        faults.worlds = [rng.choice((1, 1, 2, 2, 3, 3, 4, 5)) for _ in range(incarnations)]
-        faults.saves = [rng.choice((1, 1, 2, 3)) for _ in range(incarnations)]
+        incarnations = rng.choice((1, 1, 1, 2, 2, 3))
+        faults.worlds = [rng.choice((1, 1, 1, 2, 2, 2, 3, 3, 4, 5)) for _ in range(incarnations)]
+        faults.saves = [rng.choice((1, 1, 1, 2, 2, 3)) for _ in range(incarnations)]
+        faults.pace = rng.choice((0.00003, 0.00003, 0.0001, 0.0003))
         faults.hosts = rng.choice((1, 1, 2, 5))
         faults.locks_are_local = faults.hosts > 1 and chance() < 0.5
         faults.extended_store = chance() < 0.7
@@ -86,8 +94,8 @@ class Faults:
         world, saves = self.worlds[at], self.saves[at]
         rank = rng.randrange(world)
         call = rng.randrange(1, 40 + 60 * saves)
-        soon = rng.random() * 0.3 * (1 + saves)
-        kind = rng.randrange(14)
+        soon = rng.random() * (0.02 + 150 * self.pace) * (1 + saves)
+        kind = rng.randrange(15)
         if kind <= 1:
             self.trainer_kills[at, rng.choice((0, 0, rank))] = (call, rng.random() < 0.5)
         elif kind == 2:
@@ -109,6 +117,10 @@ class Faults:
         elif kind == 11:
             self.errors = rng.choice((0.01, 0.05))
             self.repeated = rng.choice((0, 0.1))
+            self.refuse_manifest = rng.random() < 0.3
+            self.engine_fsync = rng.choice((0, 0, 0.2))
+        elif kind == 13 and at + 1 < len(self.worlds):
+            self.overlaps[at] = soon
         elif kind == 12:
             self.staging.add((at, rng.randrange(saves), rank))
         else:
@@ -118,7 +130,7 @@ class Faults:
     # What the simulated system asks. -----------------------------------------------------------------------------
 
     def latency(self, process, name):
-        delay = 0.0002 + 0.001 * self.random()
+        delay = self.pace * (0.2 + self.random())
         if self.active:
             if self.slow and self.random() < self.slow:
                 delay += 2.0 * self.random()
@@ -130,6 +142,10 @@ class Faults:
     def error(self, process, name, path):
         if self.active and self.errors and name in CHANGING and self.random() < self.errors:
             return self.rng.choice(STORAGE_ERRORS)
+        if self.active and self.engine_fsync and name == "fsync" and process.name.startswith("engine"):
+            return errno.EIO if self.random() < self.engine_fsync else 0
+        if self.active and self.refuse_manifest and name == "create" and path.endswith("incomplete/holdfast.json"):
+            return errno.ENOSPC if self.random() < 0.7 else 0
         return 0
 
     def short(self, nbytes):
@@ -141,7 +157,10 @@ class Faults:
         return self.active and self.repeated and self.random() < self.repeated
 
     def travel(self):
-        return 0.0001 + 0.0008 * self.random()
+        return self.pace * (0.1 + self.random())
+
+    def verify_delay(self):
+        return 60 * self.pace * self.random() if self.random() < 0.3 else 0.0
 
     def drops(self, _process):
         if self.active and self.drop and self.random() < self.drop:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import re
 
 import xxhash
+from greenlet import getcurrent
 
 from holdfast.errors import HoldfastError
 from holdfast.format.manifest import MANIFEST_NAME, decode_manifest, decode_report, report_name
@@ -40,8 +41,8 @@ class InvariantBroken(AssertionError):
 class Attempt:
     """What the checker knows of one attempt; in the order in which they were begun."""
 
-    def __init__(self, number, save, name, step, resumable, world):
-        self.number, self.save, self.name, self.step = number, save, name, step
+    def __init__(self, id, number, save, name, step, resumable, world):
+        self.id, self.number, self.save, self.name, self.step = id, number, save, name, step
         self.resumable, self.world = resumable, world
         self.told = {}
         self.was_visible = False
@@ -65,6 +66,7 @@ class Checker:
     def broken(self, invariant, message):
         if self.breach is None:
             self.breach = InvariantBroken(invariant, message)
+            self.sim.stop = True
             self.sim.log("BROKEN", str(self.breach))
 
     # what the job tells ------------------------------------------------------------------------------------------
@@ -88,6 +90,7 @@ class Checker:
                 known.told[rank] = what
                 if self._at(known) or self._at(known, durable=True):
                     self.broken("failed", f"{known.name} of save {save} is visible, rank {rank} is told it failed")
+                self._check_given_up(attempt, known)
         elif what == "published":
             if known is None:
                 self.broken("whole", f"save {save} is told published, but was never begun")
@@ -102,6 +105,17 @@ class Checker:
                 fault = self._fault(known.name, tree)
                 if fault:
                     self.broken("durable", f"rank {rank} is told that {known.name} is published: durably {fault}")
+
+    def _check_given_up(self, number, known):
+        """Nothing durable may be left that a start would roll forward."""
+        root = self._durable_root()
+        for kind in ("incomplete", "recovering"):
+            tree = root.get(f".{known.name}.{known.id}.{kind}")
+            if isinstance(tree, dict) and all(
+                tree.get(report_name(rank)) and tree.get(file_name(rank)) == payload(known.save, rank)
+                for rank in range(known.world)
+            ):
+                self.broken("failed", f"{number} is told failed, and durably could still be rolled forward")
 
     def took(self, save, rank, seconds):
         if seconds > SAVE_LIMIT_S:
@@ -138,13 +152,9 @@ class Checker:
         if attempt in self.attempts:
             self.broken("attempt id", f"{attempt} of {name} was used before")
             return
-        save = next((process.save for process in self.sim.processes if self._coordinates(process)), None)
+        save = getcurrent().process.save
         step, _, resumable, world = self.saves.get(save, (None, name, True, 1))
-        self.attempts[attempt] = Attempt(len(self.attempts), save, name, step, resumable, world)
-
-    def _coordinates(self, process):
-        key = process.__dict__.get("key")
-        return key is not None and key[1] == 0 and not process.dead and process.save is not None
+        self.attempts[attempt] = Attempt(attempt, len(self.attempts), save, name, step, resumable, world)
 
     def _appeared(self, name):
         tree = _tree(self.root.entries[name])
@@ -155,6 +165,9 @@ class Checker:
         attempt = self.attempts[self._attempt_in(name, tree)]
         attempt.was_visible = True
         attempt.replaced_by = None
+        for other in self.attempts.values():
+            if other is not attempt and other.name == name and other.was_visible and not other.removed:
+                other.replaced_by = other.replaced_by or self._attempt_in(name, tree)
         if "failed" in attempt.told.values():
             self.broken("failed", f"{name} became visible, save {attempt.save} was told failed: {attempt.told}")
 

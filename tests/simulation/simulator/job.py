@@ -19,6 +19,7 @@ from holdfast.group import Group
 from holdfast.keeping import Keeper
 from holdfast.plan.write import PlannedFile, RankPlan
 from holdfast.retention import Keep
+from holdfast.staging.stager import VERIFY_GRACE_S
 from holdfast.starting import settle_root
 from holdfast.storage.local import LocalStorage, create_root
 from holdfast.storage.lock import RootLock
@@ -67,7 +68,9 @@ class SimCapture:
     def __init__(self, request, number, plan, buffer, *, changed, error=None):
         self.request, self.number, self.plan, self.buffer, self.error = request, number, plan, buffer, error
         self.handle = Handle()
-        self.staging = SimpleNamespace(copied_at=-10.0)
+        # Until then a delivery lets the training thread say whether the state held still.
+        now = scheduler.Current.sim.now
+        self.staging = SimpleNamespace(copied_at=now - VERIFY_GRACE_S + scheduler.Current.sim.faults.verify_delay())
         self.passed = scheduler.Event()
         self._changed = changed
 
@@ -201,6 +204,7 @@ class Trainer:
         if changed:
             image[100] ^= 1
         capture = SimCapture(request, number, plan, buffer, changed=changed, error=error)
+        capture.keeper = keeper if rank == 0 else None
         job.checker.saving(save, step, name, resumable, self.world)
         try:
             delivery.deliver(capture)
@@ -232,11 +236,11 @@ class Job:
                 self.choices[incarnation, save, "overwrite"] = rng.random() < faults.overwrites
                 self.choices[incarnation, save, "model only"] = rng.random() < faults.model_only
         self.last = len(self.worlds)
-        self.worlds.append(rng.choice((1, 2, 3)))
+        self.worlds.append(rng.choice((1, 1, 1, 2, 3)))
         self.saves.append(1)
         self.choices[self.last, 0, "overwrite"] = self.choices[self.last, 0, "model only"] = False
         self.done = False
-        self.trainers = []
+        self.started = set()
         self.servers = []
 
     def saves_of(self, incarnation):
@@ -245,15 +249,16 @@ class Job:
     def launcher(self):
         faults, sim = self.faults, self.sim
         for incarnation in range(self.last):
-            self._incarnation(incarnation)
-            sim.sleep(sim.random())
+            if incarnation not in self.started:
+                self._incarnation(incarnation)
+                sim.sleep(sim.random())
         if faults.final_cut:
             self.power_cut()
         faults.active = False
         for process in sim.processes:
             process.paused_until = min(process.paused_until, sim.now)
         self._incarnation(self.last)
-        self.done = True
+        self.done = self.sim.stop = True
 
     def power_cut(self):
         sim = self.sim
@@ -265,6 +270,18 @@ class Job:
 
     def _incarnation(self, number):
         sim, faults = self.sim, self.faults
+        trainers, first_death = self._start(number), None
+        while any(not process.dead for process in trainers):
+            sim.sleep(0.05)
+            if faults.active and any(process.dead and process.exitcode for process in trainers):
+                first_death = sim.now if first_death is None else first_death
+                if sim.now - first_death >= faults.launcher_waits_s:
+                    self._kill(trainers)
+
+    def _start(self, number):
+        """Start all ranks of an incarnation; returns their processes."""
+        sim, faults = self.sim, self.faults
+        self.started.add(number)
         world = self.worlds[number]
         sim.log("incarnation", f"{number} of {world} ranks")
         server = self.new_server()
@@ -275,29 +292,12 @@ class Job:
             process.save = None
             process.on_death.append(sim.system.drop_process)
             trainers.append(process)
-        self.trainers = trainers
-        started = sim.now
-        killed_job = False
         if faults.active:
             self._doom(number, trainers, server)
+        self.trainers = trainers
         for rank, process in enumerate(trainers):
             process.spawn(Trainer(self, process, number, rank, world, server).main, name="main")
-        first_death = None
-        while any(not process.dead for process in trainers):
-            sim.sleep(0.05)
-            if not faults.active:
-                continue
-            elapsed = sim.now - started
-            if number in faults.power_cuts and elapsed >= faults.power_cuts[number]:
-                self.power_cut()
-                break
-            if number in faults.job_kills and elapsed >= faults.job_kills[number] and not killed_job:
-                killed_job = True
-                self._kill(trainers)
-            if any(process.dead and process.exitcode for process in trainers):
-                first_death = sim.now if first_death is None else first_death
-                if sim.now - first_death >= faults.launcher_waits_s:
-                    self._kill(trainers)
+        return trainers
 
     def _kill(self, trainers):
         for process in trainers:
@@ -314,14 +314,30 @@ class Job:
         if number in faults.stores_gone:
             after, server.vanishes = faults.stores_gone[number]
             server.gone_at = sim.now + after
+        if number in faults.power_cuts:
+            sim.later(faults.power_cuts[number], lambda: self._while_running(trainers, self.power_cut))
+        if number in faults.job_kills:
+            sim.later(faults.job_kills[number], lambda: self._kill(trainers))
+        if number in faults.overlaps and number + 1 < self.last:
+            sim.later(faults.overlaps[number], lambda: self._while_running(trainers, self._second_manager, trainers))
         for at, rank, after, for_s in faults.cuts:
-            if at == number:
+            if at == number and rank < len(trainers):
                 sim.later(after, lambda rank=rank, for_s=for_s: self._cut(trainers[rank], for_s))
         for at, rank, engine, after, for_s in faults.pauses:
-            if at == number:
+            if at == number and rank < len(trainers):
                 sim.later(
                     after, lambda rank=rank, engine=engine, for_s=for_s: self._pause(trainers[rank], engine, for_s)
                 )
+
+    def _while_running(self, trainers, act, *args):
+        if self.faults.active and any(not process.dead for process in trainers):
+            act(*args)
+
+    def _second_manager(self, trainers):
+        """Started while the first is at work, on the same root."""
+        number = trainers[0].key[0] + 1
+        if number not in self.started:
+            trainers += self._start(number)
 
     def _cut(self, process, for_s):
         process.cut_until = self.sim.now + for_s

@@ -49,19 +49,15 @@ def run_schedule(seed, *, faults=None, trace=False, on_call=None):
     if on_call is not None:
         sim.on_call = lambda *args: on_call(sim, job, *args)
     try:
-        sim.run(until=lambda: checker.breach is not None or job.done, limit_s=LIMIT_S, limit_events=LIMIT_EVENTS)
+        sim.run(limit_s=LIMIT_S, limit_events=LIMIT_EVENTS)
         if checker.breach is None and not job.done:
             checker.broken("bounded", "everything waits, and nothing is left to happen")
     except Hang as hang:
         checker.broken("bounded", str(hang))
     if checker.breach is None:
-        try:  # engines that remove what is in the trash
-            deadline = sim.now + 60
-            sim.run(
-                until=lambda: sim.now > deadline or all(engine.dead for engine in sim.engines),
-                limit_s=sim.now + 120,
-                limit_events=LIMIT_EVENTS,
-            )
+        sim.stop = False
+        try:  # engines that have something left to do
+            sim.run(limit_s=sim.now + 400, limit_events=LIMIT_EVENTS)
         except Hang as hang:
             checker.broken("bounded", f"an engine does not end: {hang}")
         checker.finish()
@@ -79,4 +75,5 @@ def run_many(seeds, **kwargs):
     for count, seed in enumerate(seeds):
         if count % COLLECT_EVERY == 0:
             gc.collect()
+            gc.freeze()  # what is there now is the program, not looked at again
         yield run_schedule(seed, **kwargs)

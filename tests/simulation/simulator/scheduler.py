@@ -8,9 +8,9 @@ call: data races between two such places are not explored.
 from __future__ import annotations
 
 import contextlib
-import heapq
 import random
 from collections import deque
+from heapq import heappop, heappush
 
 from greenlet import getcurrent, greenlet
 
@@ -89,7 +89,7 @@ class Sim:
         self.to_reap = []
         self.lines = [] if trace else None
         self.on_call = None
-        self.ended = False
+        self.stop = False
 
     def log(self, what, detail=""):
         if self.lines is not None:
@@ -100,13 +100,13 @@ class Sim:
     # time --------------------------------------------------------------------------------------------------------
 
     def push(self, at, task, value):
-        self.seq += 1
-        heapq.heappush(self.heap, (at, self.random(), self.seq, task, task.token, value))
+        self.seq = seq = self.seq + 1
+        heappush(self.heap, (at, self.random(), seq, task, task.token, value))
 
     def later(self, delay, function):
         """Call ``function`` on the hub; it must not wait."""
         self.seq += 1
-        heapq.heappush(self.heap, (self.now + delay, self.random(), self.seq, None, 0, function))
+        heappush(self.heap, (self.now + delay, self.random(), self.seq, None, 0, function))
 
     def sleep(self, delay):
         task = getcurrent()
@@ -118,8 +118,11 @@ class Sim:
         if (not heap or at < heap[0][0]) and process.paused_until <= at and not self.to_reap:
             self.now = at
             return
-        self.push(at, task, True)
-        self.switch(task)
+        self.seq = seq = self.seq + 1
+        heappush(heap, (at, self.random(), seq, task, task.token, True))
+        self.hub.switch()
+        if process.dead or process.dying and not task.in_call:
+            raise Dead
 
     def park(self, timeout=None):
         """Wait until woken; False if ``timeout`` passes first."""
@@ -141,35 +144,35 @@ class Sim:
         if not task.finished:
             self.push(self.now, task, True)
 
-    def run(self, *, until, limit_s, limit_events):
-        """Run until ``until()`` or there is nothing to do; `Hang` past the limits."""
+    def run(self, *, limit_s, limit_events):
+        """Run until `stop` is set or there is nothing to do; `Hang` past the limits."""
         heap = self.heap
-        events = 0
-        while heap:
+        last = self.seq + limit_events
+        while heap and not self.stop:
             if self.to_reap:
                 self.reap()
-            at, _, _, task, token, value = heapq.heappop(heap)
+            at, _, _, task, token, value = heappop(heap)
             if task is None:
-                self.now = max(self.now, at)
+                if at > self.now:
+                    self.now = at
                 value()
-            else:
-                if task.token != token or task.finished:
-                    continue
-                process = task.process
-                if process.dead or process.dying and not task.in_call:
-                    continue
-                if process.paused_until > at:
-                    task.token += 1
-                    self.push(process.paused_until, task, value)
-                    continue
-                self.now = max(self.now, at)
-                task.token += 1
-                task.switch(value)
-            if until():
-                break
-            events += 1
-            if self.now > limit_s or events > limit_events:
-                raise Hang(f"no end after {self.now:.1f} s of virtual time and {events} events")
+                continue
+            if task.token != token or task.finished:
+                continue
+            process = task.process
+            if process.dead or process.dying and not task.in_call:
+                continue
+            task.token = token + 1
+            if process.paused_until > at:
+                self.push(process.paused_until, task, value)
+                continue
+            if at > self.now:
+                self.now = at
+                if at > limit_s:
+                    raise Hang(f"no end after {self.now:.1f} s of virtual time")
+            task.switch(value)
+            if self.seq > last:
+                raise Hang(f"no end after {self.seq} events, {self.now:.1f} s of virtual time")
         if self.to_reap:
             self.reap()
 
@@ -217,7 +220,6 @@ class Sim:
 
     def close(self):
         """Kill what still runs."""
-        self.ended = True
         for process in list(self.processes):
             self.end(process, -9)
         self.reap()
@@ -244,26 +246,27 @@ def in_task():
 class Lock:
     def __init__(self):
         self.owner = None
-        self.depth = 0
-        self.waiters = deque()
+        self.waiters = None
 
     def acquire(self, blocking=True, timeout=-1):  # noqa: FBT002 - threading's own signature
+        if self.owner is None:
+            self.owner = True
+            return True
+        return blocking and self._wait(True, timeout)
+
+    def _wait(self, owner, timeout):
         task = getcurrent()
-        if type(task) is Task and task.process.dead:
-            raise Dead
-        if self.owner is not None:
-            if not blocking:
+        assert type(task) is Task, "a lock is held where nobody can wait for it"
+        if self.waiters is None:
+            self.waiters = deque()
+        deadline = None if timeout < 0 else Current.sim.now + timeout
+        while self.owner is not None:
+            self.waiters.append(task)
+            if not Current.sim.park(None if deadline is None else deadline - Current.sim.now):
+                if task in self.waiters:
+                    self.waiters.remove(task)
                 return False
-            assert type(task) is Task, "a lock is held where nobody can wait for it"
-            deadline = None if timeout < 0 else Current.sim.now + timeout
-            while self.owner is not None:
-                self.waiters.append(task)
-                woken = Current.sim.park(None if deadline is None else deadline - Current.sim.now)
-                if not woken:
-                    if task in self.waiters:
-                        self.waiters.remove(task)
-                    return False
-        self.owner = task
+        self.owner = owner
         return True
 
     def release(self):
@@ -286,14 +289,21 @@ class Lock:
 
 
 class RLock(Lock):
+    def __init__(self):
+        super().__init__()
+        self.depth = 0
+
     def acquire(self, blocking=True, timeout=-1):  # noqa: FBT002 - threading's own signature
-        if self.owner is getcurrent():
+        me = getcurrent()
+        if self.owner is me:
             self.depth += 1
             return True
-        if super().acquire(blocking, timeout):
-            self.depth = 1
-            return True
-        return False
+        if self.owner is None:
+            self.owner = me
+        elif not (blocking and self._wait(me, timeout)):
+            return False
+        self.depth = 1
+        return True
 
     def release(self):
         self.depth -= 1
@@ -316,13 +326,15 @@ class Condition:
     def wait(self, timeout=None):
         task = getcurrent()
         self.waiting.append(task)
-        depth, self.lock.depth = self.lock.depth, 0
-        self.lock.release()
+        lock = self.lock
+        depth = getattr(lock, "depth", 1)
+        lock.depth = 1
+        lock.release()
         woken = Current.sim.park(timeout)
         if not woken and task in self.waiting:
             self.waiting.remove(task)
-        self.lock.acquire()
-        self.lock.depth = depth
+        lock.acquire()
+        lock.depth = depth
         return woken
 
     def wait_for(self, predicate, timeout=None):
@@ -352,9 +364,6 @@ class Event:
         return self.flag
 
     def set(self):
-        task = getcurrent()
-        if type(task) is Task and task.process.dead:
-            raise Dead
         self.flag = True
         if self.waiting:
             waiting, self.waiting = self.waiting, []
@@ -434,10 +443,6 @@ class queue:
 class time:
     @staticmethod
     def monotonic():
-        task = getcurrent()
-        # A task that may not run any more must not go round and round until its deadline.
-        if type(task) is Task and task.process.dead:
-            raise Dead
         return Current.sim.now
 
     perf_counter = monotonic

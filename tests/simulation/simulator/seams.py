@@ -85,7 +85,8 @@ def _seams():
     yield lock, "datetime", SimDatetime
     # Latencies of the simulated system are some hundred microseconds; looks that are rarer than that cost no virtual
     # time worth the name, and a wait of a second costs less real time.
-    yield coordination, "_LAST_LOOK_S", 0.05
+    yield coordination, "_FIRST_LOOK_S", 0.004
+    yield coordination, "_LAST_LOOK_S", 0.1
 
 
 @contextlib.contextmanager

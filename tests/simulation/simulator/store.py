@@ -75,7 +75,7 @@ class Connection:
             self.broken = True
             if answered:
                 raise RuntimeError("the connection ended before the answer")
-        if answered:
+        if answered and sim.random() < 0.25:  # what others do meanwhile comes before the answer
             sim.sleep(faults.travel())
         return result
 

@@ -1,0 +1,403 @@
+"""The protocol broken on purpose, one promise at a time: what the simulator is worth is what of this it finds.
+
+A mutation names what it replaces, the invariants that may find it, and the faults under which to look (`bias`), under
+which the protocol as it is must pass the same seeds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+from holdfast import commit, delivery, keeping, news, publish, recovery
+from holdfast.engine import attempt as engine_attempt
+from holdfast.engine.calls import SystemCalls
+from holdfast.errors import DeadlineExceeded
+from holdfast.outcome import Aborted, AbortReason, Published
+from holdfast.retention import Entry
+from holdfast.root import hidden_name
+from holdfast.storage.local import LocalStorage
+from holdfast.storage.lock import RootLock
+from simulator import job
+from simulator.faults import Faults
+
+
+@dataclass(frozen=True)
+class Mutation:
+    name: str
+    finds: frozenset[str]
+    patches: tuple[tuple[object, str, object], ...]
+    bias: object = None
+
+    @contextlib.contextmanager
+    def applied(self):
+        before = [(target, name, target.__dict__[name]) for target, name, _ in self.patches]
+        try:
+            for target, name, value in self.patches:
+                setattr(target, name, value)
+            yield
+        finally:
+            for target, name, value in before:
+                setattr(target, name, value)
+
+    def faults(self, rng):
+        """The schedule's faults, as far as this mutation shows under them."""
+        drawn = Faults.draw(rng)
+        if self.bias is not None:
+            self.bias(drawn, rng)
+        return drawn
+
+
+MUTATIONS: list[Mutation] = []
+
+
+def mutation(name, finds, *patches, bias=None):
+    MUTATIONS.append(Mutation(name, frozenset(finds.split(", ")), patches, bias))
+
+
+# bias ----------------------------------------------------------------------------------------------------------
+
+
+def some_ranks(faults, rng):
+    faults.worlds = [max(2, world) for world in faults.worlds]
+
+
+def coordinator_dies(faults, rng):
+    """While it settles a save, mostly."""
+    faults.worlds[0] = max(2, faults.worlds[0])
+    faults.trainer_kills[0, 0] = (rng.randrange(15, 90), rng.random() < 0.5)
+    faults.launcher_waits_s = 60.0
+
+
+def refused_and_dies(faults, rng):
+    """The coordinator can't write the manifest when all reports are there, and a crash follows."""
+    coordinator_dies(faults, rng)
+    faults.refuse_manifest = True
+    faults.final_cut = True
+
+
+def staging_fails_and_dies(faults, rng):
+    coordinator_dies(faults, rng)
+    faults.staging = {(0, save, faults.worlds[0] - 1) for save in range(faults.saves[0])}
+
+
+def staging_fails_and_job_dies(faults, rng):
+    """The engines go on by themselves."""
+    faults.pace = 0.0001
+    faults.worlds, faults.saves = [rng.choice((1, 2, 3))], [1]
+    faults.staging = {(0, 0, 0)}
+    faults.job_kills = {0: 0.003 + rng.random() * 0.02}
+
+
+def overwrites_and_dies(faults, rng):
+    faults.overwrites, faults.model_only = 1.0, 0.0
+    faults.saves[0] = 3
+    faults.trainer_kills[0, 0] = (rng.randrange(60, 200), rng.random() < 0.5)
+
+
+def silence(faults, rng):
+    some_ranks(faults, rng)
+    faults.cuts.append((0, 1, rng.random() * 0.05, 1e9))
+    faults.pauses.append((0, 0, False, rng.random() * 0.1, 7.0))
+
+
+def restarts(faults, rng):
+    faults.worlds = [2, 2, 2]
+    faults.saves = [2, 2, 2]
+    faults.job_kills = {0: rng.random() * 0.15, 1: rng.random() * 0.15}
+
+
+def orphans_fail(faults, rng):
+    """Engines outlive their trainers, on storage that is slow and refuses much."""
+    faults.worlds, faults.saves = [1], [1]
+    faults.pace = 0.0001
+    faults.job_kills = {0: 0.003 + rng.random() * 0.01}
+    faults.slow, faults.engine_fsync = 0.3, 0.3
+
+
+def slow_ranks(faults, rng):
+    some_ranks(faults, rng)
+    faults.slow = 0.2
+
+
+def two_managers(faults, rng):
+    faults.worlds, faults.saves = [2, 2], [3, 2]
+    faults.overlaps = {0: rng.random() * 0.05}
+
+
+# what is not made durable --------------------------------------------------------------------------------------
+
+
+def nothing(*_args, **_kwargs):
+    return None
+
+
+def write_unsynced(self, name, data):
+    from simulator.system import OS
+
+    fd = OS.open(self.path(name), OS.O_WRONLY | OS.O_CREAT | OS.O_EXCL)
+    OS.pwrite(fd, data, 0)
+    OS.close(fd)
+
+
+def publish_unsynced(storage, directory, name, attempt, *, overwrite):
+    if overwrite:
+        return REAL_PUBLISH(storage, directory, name, attempt, overwrite=overwrite)
+    publish._rename_in(storage, directory, name, attempt)
+    return ()
+
+
+REAL_PUBLISH = publish.publish
+
+mutation("no directory is fsynced", "durable, kept", (LocalStorage, "sync_dir", nothing))
+mutation("the engine fsyncs no file", "durable, kept, whole", (SystemCalls, "fsync", nothing))
+mutation("the manifest is not fsynced", "durable, kept, whole", (LocalStorage, "write_file", write_unsynced))
+mutation("the final rename is not fsynced", "durable, kept", (commit, "publish", publish_unsynced))
+
+# who says yes --------------------------------------------------------------------------------------------------
+
+
+def wait_one_report(self, timeout_s):
+    found = self._board.wait_entries(self._reports, 1, timeout_s=timeout_s, waiting_for="a report")
+    return sorted(map(news._REPORT.decode, found), key=lambda line: line.rank)
+
+
+def wait_reports_in_time(self):
+    try:
+        return self._news.wait_reports(max(0.0, self._persist_by - self._clock()))
+    except DeadlineExceeded:
+        found = self._news._board.try_entries(self._news._reports)
+        return sorted(map(news._REPORT.decode, found), key=lambda line: line.rank)
+
+
+REAL_ENGINE_RUN = engine_attempt.Attempt._run
+
+
+def run_unverified(self):
+    self._verified.set()
+    REAL_ENGINE_RUN(self)
+
+
+def cancel_in_words(self):
+    """Says that it has stopped, and goes on."""
+    self._verified.set()
+    return True
+
+
+def publish_without_manifest(self, _reports):
+    pass
+
+
+def publish_manifest_last(self):
+    reason = REAL_COMMIT_PUBLISH(self)
+    if reason is None:
+        found = self._news._board.try_entries(self._news._reports)
+        lines = sorted(map(news._REPORT.decode, found), key=lambda line: line.rank)
+        manifest = commit.encode_manifest(publish.finish_manifest(self._plan, lines))
+        self._storage.write_file(f"{self.name}/{commit.MANIFEST_NAME}", manifest)
+        publish.clear_scaffolding(self._storage, self.name)
+    return reason
+
+
+REAL_COMMIT_PUBLISH = commit.Attempt._publish
+
+mutation(
+    "published when one report is in",
+    "whole, agreement, durable",
+    (news.News, "wait_reports", wait_one_report),
+    (commit, "find_gap", nothing),
+)
+mutation(
+    "a missing rank's report is ignored",
+    "whole, agreement, durable",
+    (commit.Attempt, "_wait_reports", wait_reports_in_time),
+    (commit, "find_gap", nothing),
+    bias=silence,
+)
+mutation(
+    "the engine reports before staging is verified",
+    "whole, failed",
+    (engine_attempt.Attempt, "_run", run_unverified),
+    bias=staging_fails_and_job_dies,
+)
+mutation(
+    "the trainer says verified without looking", "whole", (delivery.Delivery, "_verify", nothing),
+    bias=staging_fails_and_dies,
+)
+mutation(
+    "the engine confirms a cancel and reports all the same",
+    "failed, whole",
+    (engine_attempt.Attempt, "cancel", cancel_in_words),
+    bias=staging_fails_and_dies,
+)
+mutation(
+    "the manifest is written after the final rename",
+    "whole",
+    (commit.Attempt, "_prepare", publish_without_manifest),
+    (commit.Attempt, "_publish", publish_manifest_last),
+)
+
+# what is told, and when ----------------------------------------------------------------------------------------
+
+
+def announce_then_publish(self):
+    self._announce(Published(self.name, self.id))
+    return REAL_COMMIT_PUBLISH(self)
+
+
+REAL_TRY_REMOVE = commit.Attempt._try_remove
+REAL_ANNOUNCE = commit.Attempt._announce
+
+
+def remove_later(self):
+    return True
+
+
+def announce_then_remove(self, note):
+    REAL_ANNOUNCE(self, note)
+    if isinstance(note, Aborted):
+        REAL_TRY_REMOVE(self)
+
+
+def withdraw_unsynced(storage, directory, name, attempt):
+    target = hidden_name(name, attempt, "trash")
+    if storage.exists(directory):
+        storage.rename(directory, target)
+    return (target,)
+
+
+def doubt_is_failure(self, silence, failure):
+    return self._learn_certain(failure or AbortReason.of(silence, rank=self._news.rank))
+
+
+mutation("success is told at the vote", "durable, agreement", (commit.Attempt, "_publish", announce_then_publish), bias=slow_ranks)
+mutation(
+    "failure is told before the attempt is in the trash",
+    "failed, agreement",
+    (commit.Attempt, "_try_remove", remove_later),
+    (commit.Attempt, "_announce", announce_then_remove),
+    bias=refused_and_dies,
+)
+mutation(
+    "failure is told before the abort is durable",
+    "failed",
+    (commit, "withdraw", withdraw_unsynced),
+    bias=refused_and_dies,
+)
+mutation(
+    "silence is taken for failure",
+    "agreement, failed",
+    (commit.Attempt, "_resolve_doubt", doubt_is_failure),
+    bias=silence,
+)
+# names, sessions, leases and locks -----------------------------------------------------------------------------
+
+
+def same_id():
+    return "0123456789ab"
+
+
+def same_store(self):
+    self.servers = self.servers or [REAL_NEW_SERVER(self)]
+    return self.servers[0]
+
+
+REAL_NEW_SERVER = job.Job.new_server
+
+
+class NoLock:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def release(self):
+        pass
+
+
+mutation("attempt ids are used again", "attempt id", (delivery, "attempt_id", same_id))
+mutation(
+    "what a former session told is believed",
+    "agreement, whole, durable, failed, kept, goes on, bounded, no defect",
+    (job.Job, "new_server", same_store),
+    bias=restarts,
+)
+mutation(
+    "recovery looks at no lease",
+    "whole, leftovers, kept, failed",
+    (recovery._Recovery, "_wait_quiet", lambda self, attempts, *_: list(attempts)),
+    bias=orphans_fail,
+)
+mutation(
+    "nobody asks for the lock",
+    "agreement, kept, failed, whole, durable, newest, leftovers, goes on",
+    (RootLock, "acquire", classmethod(lambda cls, root, **_: NoLock())),
+    (RootLock, "acquire_beside", classmethod(lambda cls, path, **_: NoLock())),
+    bias=two_managers,
+)
+
+# recovery ------------------------------------------------------------------------------------------------------
+
+
+def believe_reports(self, directory, manifest, plan):
+    lines = []
+    for rank in range(manifest.world):
+        name = recovery.report_name(rank)
+        if self.storage.size(f"{directory}/{name}") is not None:
+            data = self.storage.read_file(f"{directory}/{name}", max_bytes=1 << 20)
+            lines.append(recovery.ManifestReport(rank, name, len(data), "0" * 32, 4096))
+    return lines
+
+
+mutation(
+    "recovery publishes without looking at reports",
+    "whole",
+    (recovery._Recovery, "_check_reports", believe_reports),
+    (recovery, "find_gap", nothing),
+    bias=coordinator_dies,
+)
+mutation(
+    "recovery gives up what was overwritten",
+    "leftovers, kept",
+    (recovery._Recovery, "_settle_replaced", nothing),
+    bias=overwrites_and_dies,
+)
+
+# what goes -----------------------------------------------------------------------------------------------------
+
+
+def publish_over(storage, directory, name, attempt, *, overwrite):
+    if overwrite:
+        storage.remove_tree(name)
+    return REAL_PUBLISH(storage, directory, name, attempt, overwrite=False)
+
+
+REAL_SELECT = keeping.select_deletions
+REAL_DELIVER = delivery.Delivery.deliver
+
+
+def select_as_if_published(entries, keep, published=None):
+    entries = list(entries)
+    if all(entry.step != published for entry in entries):
+        entries.append(Entry(step=published, created_s=0.0, lineage=max(
+            (entry.lineage for entry in entries), key=lambda line: line.branch, default=Entry(0, 0.0).lineage)))
+    return REAL_SELECT(entries, keep, published)
+
+
+def retention_then_deliver(self, capture):
+    if capture.keeper is not None:
+        capture.keeper.apply_retention(capture.request.step, self.remove)
+    return REAL_DELIVER(self, capture)
+
+
+mutation(
+    "a published step is removed, then replaced", "whole, kept, newest", (commit, "publish", publish_over),
+    bias=overwrites_and_dies,
+)
+mutation(
+    "retention comes before publication",
+    "newest, retention",
+    (keeping, "select_deletions", select_as_if_published),
+    (delivery.Delivery, "deliver", retention_then_deliver),
+)
