@@ -12,7 +12,7 @@ Every breach is an `InvariantBroken` with the name of the invariant:
     retention        nothing is taken away that the policy keeps
     attempt id       an attempt's id is used once
     bounded          every save ends, within its deadlines
-    leftovers        after a restart nothing hidden is left
+    leftovers        after a restart nothing hidden is left, but for lock files, which the kernel's lock gives their meaning
     goes on          after a restart that nothing disturbs a save is published, and a restart resumes from the newest
     no defect        nothing of Holdfast raises what it doesn't mean to
 """
@@ -48,6 +48,12 @@ class Attempt:
         self.was_visible = False
         self.removed = False
         self.replaced_by = None
+        self.left_behind = False
+
+    @property
+    def age(self):
+        """What a run left behind when it went back counts as older than its own."""
+        return not self.left_behind, self.number
 
 
 class Checker:
@@ -129,6 +135,8 @@ class Checker:
         newest = self._newest_visible(resumable=True)
         if newest is not None and (not steps or steps[0] != newest.step):
             self.broken("goes on", f"the newest to resume from is {newest.name}, a start finds {steps}")
+        for other in self._visible():
+            other.left_behind = other.left_behind or (newest is not None and other.age > newest.age)
 
     # what the file system tells ----------------------------------------------------------------------------------
 
@@ -182,7 +190,7 @@ class Checker:
             return
         attempt.removed = True
         durable = self.root.durable
-        newer = [other for other in self._visible() if other.number > attempt.number and other.name in durable]
+        newer = [other for other in self._visible() if other.age > attempt.age and other.name in durable]
         if not newer or (attempt.resumable and not any(other.resumable for other in newer)):
             self.broken("newest", f"{name} was removed, newer and durable are {[other.name for other in newer]}")
         elif len(newer) < self.faults.keep_last:
@@ -195,7 +203,7 @@ class Checker:
         """After the last restart: everything is settled."""
         self.root = self.files.find(ROOT)
         entries = {} if self.root is None else self.root.entries
-        left = [name for name in entries if name.startswith(".") and name != ".holdfast"]
+        left = [name for name in entries if name.startswith(".") and name != ".holdfast" and not name.endswith(".lock")]
         if left:
             self.broken("leftovers", f"{sorted(left)}")
         for name, node in sorted(entries.items()):
@@ -228,7 +236,7 @@ class Checker:
 
     def _newest_visible(self, *, resumable):
         found = [attempt for attempt in self._visible() if attempt.resumable or not resumable]
-        return max(found, key=lambda attempt: attempt.number, default=None)
+        return max(found, key=lambda attempt: attempt.age, default=None)
 
     def _at(self, attempt, *, durable=False):
         """Whether it is at its final name."""

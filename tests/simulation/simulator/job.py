@@ -163,7 +163,9 @@ class Trainer:
         if self.rank == 0:
             try:
                 found = keeper.candidates(None)
-                listing = b"%d" % (found[0][0] if found else 0)
+                # With only models there it would start from scratch, and collide with them: here it goes on behind them.
+                newest = found[:1] or [(keeper.latest() or 0, "")]
+                listing = b"%d" % newest[0][0]
                 keeper.resumed_from(found[0][0] if found else None)
                 self.job.checker.resumed([step for step, _ in found])
             except HoldfastError as failed:
