@@ -1,6 +1,6 @@
 """Whatever goes wrong, and in whatever order: schedules drawn from seeds, and a crash at every call of small ones.
 
-HOLDFAST_SCHEDULES says how many (600), HOLDFAST_FIRST_SEED where they begin; many are shared out over the processors.
+HOLDFAST_SCHEDULES says how many (400), HOLDFAST_FIRST_SEED where they begin; many are shared out over the processors.
 ``PYTHONPATH=tests/simulation python -m simulator --seed N`` replays one, with a trace.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import os
 import re
 import subprocess
@@ -19,7 +20,7 @@ from simulator.faults import Faults
 from simulator.schedule import run_many, run_schedule
 from simulator.seams import simulated_system
 
-SCHEDULES = int(os.environ.get("HOLDFAST_SCHEDULES", "600"))
+SCHEDULES = int(os.environ.get("HOLDFAST_SCHEDULES", "400"))
 FIRST = int(os.environ.get("HOLDFAST_FIRST_SEED", "0"))
 SHARED_FROM = 5_000
 HERE = Path(__file__).resolve().parent
@@ -39,7 +40,9 @@ def test_every_invariant_holds_in_every_schedule(capsys):
         share = -(-SCHEDULES // workers)
         runs = [
             subprocess.Popen(
-                **command("--from", str(FIRST + share * number), "--count", str(min(share, SCHEDULES - share * number))),
+                **command(
+                    "--from", str(FIRST + share * number), "--count", str(min(share, SCHEDULES - share * number))
+                ),
                 stdout=subprocess.PIPE,
                 text=True,
             )
@@ -75,25 +78,28 @@ def small_world(ranks, *, overwrite):
     return draw
 
 
+class Strike:
+    """Does ``how`` at the ``number``-th call, before it or after."""
+
+    def __init__(self, how, number, *, after):
+        self.how, self.number, self.after, self.count = how, number, after, 0
+
+    def __call__(self, sim, job, process, _name, _path, after):
+        if after == self.after and sim.faults.active:
+            self.count += 1
+            if self.count == self.number:
+                self.how(sim, job, process)
+
+
 def crash_points(draw, seed, stride, how):
     """A schedule for each call at which ``how`` is done, before it and after; the results."""
-    number = 1 + seed % stride
-    while True:
+    for number in itertools.count(1 + seed % stride, stride):
         for after in (False, True):
-            count = 0
-
-            def strike(sim, job, process, name, path, is_after, *, after=after):
-                nonlocal count
-                if is_after == after and sim.faults.active:
-                    count += 1
-                    if count == number:
-                        how(sim, job, process)
-
+            strike = Strike(how, number, after=after)
             result = run_schedule(seed, faults=draw, on_call=strike)
-            if count < number:
+            if strike.count < number:
                 return
             yield result
-        number += stride
 
 
 def cut_power(_sim, job, _process):
@@ -139,15 +145,11 @@ def digest(text):
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-@pytest.mark.parametrize("seed", [3, 25])
-def test_a_seed_replays_exactly(seed):
+def test_a_seed_replays_exactly():
+    seed = 25
     with simulated_system():
         list(run_many(range(5)))  # what ran before is of no influence
         here = "\n".join(run_schedule(seed, trace=True).lines)
-    runs = [
-        subprocess.run(**command("--seed", str(seed), hash_seed=hash_seed), capture_output=True, text=True, check=False)
-        for hash_seed in ("1", "2")
-    ]
-    assert all(run.returncode == 0 for run in runs), runs[0].stderr
-    for run in runs:
-        assert digest(run.stdout[: len(here)]) == digest(here)
+    there = subprocess.run(**command("--seed", str(seed), hash_seed="1"), capture_output=True, text=True, check=False)
+    assert there.returncode == 0, there.stderr
+    assert digest(there.stdout[: len(here)]) == digest(here)

@@ -32,7 +32,7 @@ class Faults:
         self.repeated = 0.0
         self.errors = 0.0
         self.refuse_manifest = False
-        self.engine_fsync = 0.0
+        self.engine_fsync = 0.0  # of its directory: a report may have its name, and be taken back
         self.drop = 0.0
         self.staging = set()
         self.trainer_kills = {}
@@ -142,8 +142,11 @@ class Faults:
     def error(self, process, name, path):
         if self.active and self.errors and name in CHANGING and self.random() < self.errors:
             return self.rng.choice(STORAGE_ERRORS)
-        if self.active and self.engine_fsync and name == "fsync" and process.name.startswith("engine"):
-            return errno.EIO if self.random() < self.engine_fsync else 0
+        if self.active and self.engine_fsync and path[-1:] == "/" and process.name.startswith("engine"):
+            if self.random() >= self.engine_fsync:
+                return 0
+            Current.sim.sleep(2.0 * self.random())  # a disk that fails has tried for long
+            return errno.EIO
         if self.active and self.refuse_manifest and name == "create" and path.endswith("incomplete/holdfast.json"):
             return errno.ENOSPC if self.random() < 0.7 else 0
         return 0

@@ -12,7 +12,7 @@ Every breach is an `InvariantBroken` with the name of the invariant:
     retention        nothing is taken away that the policy keeps
     attempt id       an attempt's id is used once
     bounded          every save ends, within its deadlines
-    leftovers        after a restart nothing hidden is left, but for lock files, which the kernel's lock gives their meaning
+    leftovers        after a restart nothing hidden is left, but for lock files, which mean nothing unlocked
     goes on          after a restart that nothing disturbs a save is published, and a restart resumes from the newest
     no defect        nothing of Holdfast raises what it doesn't mean to
 """
@@ -41,8 +41,8 @@ class InvariantBroken(AssertionError):
 class Attempt:
     """What the checker knows of one attempt; in the order in which they were begun."""
 
-    def __init__(self, id, number, save, name, step, resumable, world):
-        self.id, self.number, self.save, self.name, self.step = id, number, save, name, step
+    def __init__(self, attempt, number, save, name, step, resumable, world):
+        self.id, self.number, self.save, self.name, self.step = attempt, number, save, name, step
         self.resumable, self.world = resumable, world
         self.told = {}
         self.was_visible = False

@@ -17,6 +17,7 @@ from holdfast.engine.client import EngineClient
 from holdfast.errors import HoldfastError, OutcomeUnknown, StateChangedWhileStaging
 from holdfast.group import Group
 from holdfast.keeping import Keeper
+from holdfast.outcome import AbortReason
 from holdfast.plan.write import PlannedFile, RankPlan
 from holdfast.retention import Keep
 from holdfast.staging.stager import VERIFY_GRACE_S
@@ -145,7 +146,9 @@ class Trainer:
             again = again or self.job.choices[self.incarnation, save, "overwrite"]
             if not again or save == 0:
                 step += 1
-            self._save((self.incarnation, save), step, again and save > 0, agreement, delivery, keeper, plan, buffer, image)
+            self._save(
+                (self.incarnation, save), step, again and save > 0, agreement, delivery, keeper, plan, buffer, image
+            )
             again = False
         agreement.leave()
         delivery.close(2.0)
@@ -163,15 +166,14 @@ class Trainer:
         if self.rank == 0:
             try:
                 found = keeper.candidates(None)
-                # With only models there it would start from scratch, and collide with them: here it goes on behind them.
+                # With only models there a run starts from scratch, and collides with them: this one goes on behind.
                 newest = found[:1] or [(keeper.latest() or 0, "")]
                 listing = b"%d" % newest[0][0]
                 keeper.resumed_from(found[0][0] if found else None)
                 self.job.checker.resumed([step for step, _ in found])
             except HoldfastError as failed:
                 error = failed
-        step = int(votes.share(listing, error, timeout_s=CONFIG.stage_timeout))
-        return step
+        return int(votes.share(listing, error, timeout_s=CONFIG.stage_timeout))
 
     def _save(self, save, step, again, agreement, delivery, keeper, plan, buffer, image):
         job, rank = self.job, self.rank
@@ -189,8 +191,6 @@ class Trainer:
                 request = SaveRequest(step, name, {}, resumable, again or replaces, False, extra)
                 delivery.check_target(request)
         except HoldfastError as failed:
-            from holdfast.outcome import AbortReason
-
             refusal = AbortReason.of(failed, rank=rank)
         number = agreement.cast(Ballot(step, name, "same", refusal=refusal), b"s")
         try:

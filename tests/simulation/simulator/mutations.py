@@ -92,7 +92,8 @@ def staging_fails_and_job_dies(faults, rng):
 def overwrites_and_dies(faults, rng):
     faults.overwrites, faults.model_only = 1.0, 0.0
     faults.saves[0] = 3
-    faults.trainer_kills[0, 0] = (rng.randrange(60, 200), rng.random() < 0.5)
+    faults.worlds[0] = 1
+    faults.trainer_kills[0, 0] = (rng.randrange(100, 170), rng.random() < 0.5)
 
 
 def silence(faults, rng):
@@ -109,10 +110,10 @@ def restarts(faults, rng):
 
 def orphans_fail(faults, rng):
     """Engines outlive their trainers, on storage that is slow and refuses much."""
-    faults.worlds, faults.saves = [1], [1]
+    faults.worlds, faults.saves = [1, 1], [1, 1]
     faults.pace = 0.0001
-    faults.job_kills = {0: 0.003 + rng.random() * 0.01}
-    faults.slow, faults.engine_fsync = 0.3, 0.3
+    faults.job_kills = {0: 0.005 + rng.random() * 0.03}
+    faults.engine_fsync = 0.5
 
 
 def slow_ranks(faults, rng):
@@ -221,7 +222,9 @@ mutation(
     bias=staging_fails_and_job_dies,
 )
 mutation(
-    "the trainer says verified without looking", "whole", (delivery.Delivery, "_verify", nothing),
+    "the trainer says verified without looking",
+    "whole",
+    (delivery.Delivery, "_verify", nothing),
     bias=staging_fails_and_dies,
 )
 mutation(
@@ -270,7 +273,12 @@ def doubt_is_failure(self, silence, failure):
     return self._learn_certain(failure or AbortReason.of(silence, rank=self._news.rank))
 
 
-mutation("success is told at the vote", "durable, agreement", (commit.Attempt, "_publish", announce_then_publish), bias=slow_ranks)
+mutation(
+    "success is told at the vote",
+    "durable, agreement",
+    (commit.Attempt, "_publish", announce_then_publish),
+    bias=slow_ranks,
+)
 mutation(
     "failure is told before the attempt is in the trash",
     "failed, agreement",
@@ -380,8 +388,15 @@ REAL_DELIVER = delivery.Delivery.deliver
 def select_as_if_published(entries, keep, published=None):
     entries = list(entries)
     if all(entry.step != published for entry in entries):
-        entries.append(Entry(step=published, created_s=0.0, lineage=max(
-            (entry.lineage for entry in entries), key=lambda line: line.branch, default=Entry(0, 0.0).lineage)))
+        entries.append(
+            Entry(
+                step=published,
+                created_s=0.0,
+                lineage=max(
+                    (entry.lineage for entry in entries), key=lambda line: line.branch, default=Entry(0, 0.0).lineage
+                ),
+            )
+        )
     return REAL_SELECT(entries, keep, published)
 
 
@@ -392,7 +407,9 @@ def retention_then_deliver(self, capture):
 
 
 mutation(
-    "a published step is removed, then replaced", "whole, kept, newest", (commit, "publish", publish_over),
+    "a published step is removed, then replaced",
+    "whole, kept, newest",
+    (commit, "publish", publish_over),
     bias=overwrites_and_dies,
 )
 mutation(

@@ -112,7 +112,7 @@ class Sim:
         task = getcurrent()
         at = self.now + delay
         process = task.process
-        if process.dead or process.dying and not task.in_call:
+        if process.dead or (process.dying and not task.in_call):
             raise Dead
         heap = self.heap
         if (not heap or at < heap[0][0]) and process.paused_until <= at and not self.to_reap:
@@ -121,7 +121,7 @@ class Sim:
         self.seq = seq = self.seq + 1
         heappush(heap, (at, self.random(), seq, task, task.token, True))
         self.hub.switch()
-        if process.dead or process.dying and not task.in_call:
+        if process.dead or (process.dying and not task.in_call):
             raise Dead
 
     def park(self, timeout=None):
@@ -136,7 +136,7 @@ class Sim:
     def switch(self, task):
         woken = self.hub.switch()
         process = task.process
-        if process.dead or process.dying and not task.in_call:
+        if process.dead or (process.dying and not task.in_call):
             raise Dead
         return woken
 
@@ -160,7 +160,7 @@ class Sim:
             if task.token != token or task.finished:
                 continue
             process = task.process
-            if process.dead or process.dying and not task.in_call:
+            if process.dead or (process.dying and not task.in_call):
                 continue
             task.token = token + 1
             if process.paused_until > at:
@@ -248,7 +248,7 @@ class Lock:
         self.owner = None
         self.waiters = None
 
-    def acquire(self, blocking=True, timeout=-1):  # noqa: FBT002 - threading's own signature
+    def acquire(self, blocking=True, timeout=-1):
         if self.owner is None:
             self.owner = True
             return True
@@ -293,7 +293,7 @@ class RLock(Lock):
         super().__init__()
         self.depth = 0
 
-    def acquire(self, blocking=True, timeout=-1):  # noqa: FBT002 - threading's own signature
+    def acquire(self, blocking=True, timeout=-1):
         me = getcurrent()
         if self.owner is me:
             self.depth += 1
@@ -394,7 +394,7 @@ class SimpleQueue:
             task = self.waiting.popleft()
             task.process.sim.wake(task)
 
-    def get(self, block=True, timeout=None):  # noqa: FBT002 - queue's own signature
+    def get(self, block=True, timeout=None):
         while not self.items:
             self.waiting.append(getcurrent())
             if not Current.sim.park(timeout):

@@ -263,7 +263,7 @@ class SimOs:
         system = self.system
         node = system.opened(fd).node
         try:
-            system.enter("fsync", f"@{node.ino}", changes=True)
+            system.enter("fsync", f"@{node.ino}{'/' if type(node) is Dir else ''}", changes=True)
         except OSError:
             node.poisoned = node.poisoned or bool(type(node) is File and node.dirty)
             raise
