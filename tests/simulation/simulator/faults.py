@@ -20,6 +20,7 @@ class Faults:
         self.random = rng.random
         self.worlds = [1]
         self.saves = [2]
+        self.objects = False
         self.pace = 0.0001
         self.hosts = 1
         self.locks_are_local = False
@@ -87,6 +88,11 @@ class Faults:
         faults.final_cut = chance() < 0.6
         for _ in range(rng.choice((0, 1, 1, 1, 2, 2, 3))):
             faults._draw_one(rng.randrange(incarnations))
+        if rng.random() < 1 / 3:
+            faults.objects = True
+            faults.overwrites = faults.model_only = 0.0  # either may lead to a step being replaced
+            if faults.repeated or faults.errors or rng.random() < 0.1:
+                faults.repeated = rng.choice((0.01, 0.1))
         return faults
 
     def _draw_one(self, at):

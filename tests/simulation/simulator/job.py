@@ -19,6 +19,7 @@ from holdfast.group import Group
 from holdfast.keeping import Keeper
 from holdfast.outcome import AbortReason
 from holdfast.plan.write import PlannedFile, RankPlan
+from holdfast.recovery import recover
 from holdfast.retention import Keep
 from holdfast.staging.stager import VERIFY_GRACE_S
 from holdfast.starting import settle_root
@@ -27,6 +28,7 @@ from holdfast.storage.lock import RootLock
 from holdfast.world_plan import Whole
 from simulator import scheduler
 from simulator.engine import new_image, sim_close
+from simulator.objects import ObjectEngine, ObjectStorage
 from simulator.store import Server
 
 ROOT = "/jobs/root"
@@ -111,7 +113,8 @@ class Trainer:
     def _session(self):
         rank, world = self.rank, self.world
         board = StoreBoard(self.server.connect(), rank, world, "holdfast/manager/0", call_timeout_s=1.0)
-        storage = LocalStorage(ROOT)
+        bucket = self.job.bucket
+        storage = LocalStorage(ROOT) if bucket is None else ObjectStorage(bucket)
         keeper = Keeper(storage, TEMPLATE, Keep(last=self.job.faults.keep_last))
         votes = Votes(board)
         lock, trash, error = None, [], None
@@ -119,13 +122,16 @@ class Trainer:
             try:
                 create_root(ROOT)
                 lock = RootLock.acquire(ROOT)
-                _, trash = settle_root(storage, timeout_s=CONFIG.persist_timeout)
+                trash = self._settle(storage)
                 self.job.checker.recovered(trash)
             except HoldfastError as failed:
                 error = failed
         votes.settle(error, target=ROOT, timeout_s=CONFIG.stage_timeout + CONFIG.persist_timeout)
         step = self._resume(votes, keeper)
-        engine = EngineClient(rank, writers=1, orphan_grace_s=6.0, silence_s_max=3.0)
+        if bucket is None:
+            engine = EngineClient(rank, writers=1, orphan_grace_s=6.0, silence_s_max=3.0)
+        else:
+            engine = ObjectEngine(rank, storage)
         engine.start()
         delivery = Delivery(storage, Group(rank, world, tuple(range(world)), board), engine, CONFIG)
         for name in trash:
@@ -159,6 +165,22 @@ class Trainer:
         board.close()
         if lock is not None:
             lock.release()
+
+    def _settle(self, storage):
+        """What ``starting`` does; the trash that is left for the engine."""
+        if self.job.bucket is None:
+            return settle_root(storage, timeout_s=CONFIG.persist_timeout)[1]
+        storage.sweep()
+        trash = []
+        recover(
+            storage,
+            clock=scheduler.time.monotonic,
+            sleep=scheduler.time.sleep,
+            timeout_s=CONFIG.persist_timeout,
+            look=storage.look,
+            remove=trash.append,
+        )
+        return trash
 
     def _resume(self, votes, keeper):
         """The step to go on from; the newest by rank 0's word, as `CheckpointManager.restore` takes it."""
@@ -230,6 +252,7 @@ class Job:
 
     def __init__(self, sim, faults, checker):
         self.sim, self.faults, self.checker = sim, faults, checker
+        self.bucket = sim.bucket
         self.worlds, self.saves = list(faults.worlds), list(faults.saves)
         rng = sim.rng
         self.choices = {}

@@ -10,7 +10,8 @@ from simulator.engine import sim_close  # noqa: F401 - loads the engine's side
 from simulator.faults import Faults
 from simulator.filesystem import FileSystem
 from simulator.invariants import Checker, InvariantBroken
-from simulator.job import Job
+from simulator.job import ROOT, Job
+from simulator.objects import Bucket, View
 from simulator.scheduler import Current, Hang, Sim
 from simulator.system import System
 
@@ -42,6 +43,12 @@ def run_schedule(seed, *, faults=None, trace=False, on_call=None):
     files = FileSystem()
     sim.system = System(sim, files, sim.faults)
     checker = Checker(sim, files, sim.faults)
+    sim.bucket = None
+    if sim.faults.objects:
+        sim.bucket = Bucket(sim)
+        checker.files = View(sim.bucket, ROOT)
+        sim.bucket.watch = checker.put
+        files.watch = None
     job = Job(sim, sim.faults, checker)
     launcher = sim.process("launcher", "launcher")
     launcher.spawn(job.launcher, name="main")

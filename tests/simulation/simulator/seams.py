@@ -1,7 +1,8 @@
 """Where the simulated system is put in place of the real one: names of modules that the code looks up when it runs.
 
-Nothing of Holdfast is replaced but for four things, each for what has no place in a simulation: how an engine is
-launched and how its socket is read and written (`engine`), its mapping of a memfd, and its nice level. Clocks, threads,
+Nothing of Holdfast is replaced but for five things, each for what has no place in a simulation: how an engine is
+launched and how its socket is read and written (`engine`), its mapping of a memfd, its nice level, and how a
+checkpoint just published is opened where it lies in a bucket. Clocks, threads,
 queues, `os`, `flock` and random ids are those of the schedule.
 """
 
@@ -16,7 +17,7 @@ from holdfast import agreement, coordination, delivery, keeping, recovery, root,
 from holdfast.engine import attempt, calls, client, executor, link, removal
 from holdfast.engine import process as engine_process
 from holdfast.storage import lease, local, lock
-from simulator import engine, scheduler
+from simulator import engine, objects, scheduler
 from simulator.scheduler import Current
 from simulator.system import FCNTL, OS, SHUTIL
 
@@ -66,6 +67,7 @@ def _seams():
         if hasattr(module, "os"):
             yield module, "os", OS
     yield source, "os", OS
+    yield source, "read_small", objects.read_small
     yield lease, "fcntl", FCNTL
     yield lock, "fcntl", FCNTL
     yield local, "shutil", SHUTIL
