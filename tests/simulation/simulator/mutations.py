@@ -85,12 +85,14 @@ def staging_fails_and_job_dies(faults, rng):
     """The engines go on by themselves."""
     faults.pace = 0.0001
     faults.worlds, faults.saves = [rng.choice((1, 2, 3))], [1]
+    faults.objects = False
     faults.staging = {(0, 0, 0)}
     faults.job_kills = {0: 0.003 + rng.random() * 0.02}
 
 
 def overwrites_and_dies(faults, rng):
     faults.overwrites, faults.model_only = 1.0, 0.0
+    faults.objects = False
     faults.saves[0] = 3
     faults.worlds[0] = 1
     faults.trainer_kills[0, 0] = (rng.randrange(100, 170), rng.random() < 0.5)
@@ -111,6 +113,7 @@ def restarts(faults, rng):
 def orphans_fail(faults, rng):
     """Engines outlive their trainers, on storage that is slow and refuses much."""
     faults.worlds, faults.saves = [1, 1], [1, 1]
+    faults.objects = False
     faults.pace = 0.0001
     faults.job_kills = {0: 0.005 + rng.random() * 0.03}
     faults.engine_fsync = 0.5
