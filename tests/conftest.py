@@ -1,12 +1,37 @@
-"""What every test shares: how hypothesis draws."""
+"""What every test shares: how hypothesis draws, and the count of what was tried to break Holdfast."""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 
+import pytest
 from hypothesis import settings
 
 # In CI the same examples each time, so that a red run is the change's doing; elsewhere new ones, to find more.
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.register_profile("local", deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+_TRIED = pytest.StashKey[Counter[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_TRIED] = Counter()
+
+
+@pytest.fixture(scope="session")
+def tried(pytestconfig: pytest.Config) -> Counter[str]:
+    """How often what was tried; a test counts what it has seen survived, and the run ends with the sums."""
+    return pytestconfig.stash[_TRIED]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
+    counts = config.stash[_TRIED]
+    if not counts:
+        return
+    terminalreporter.section("tried, and survived")
+    for what, count in sorted(counts.items()):
+        terminalreporter.line(f"{count:>9,} {what}")
+    if exitstatus == 0:
+        terminalreporter.line("nothing lost, nothing wrong loaded, nothing hung")

@@ -13,7 +13,7 @@ import shutil
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +34,6 @@ from damage import MANIFEST, Damage, applied, flip, flips, regions_of, swaps, wh
 from launch import run_job
 
 DENSE = os.environ.get("HOLDFAST_CORRUPTIONS") == "all"
-tried: Counter[str] = Counter()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def counted(pytestconfig: pytest.Config) -> Iterator[None]:
-    yield
-    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
-    with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
-        parts = ", ".join(f"{count} {what}" for what, count in sorted(tried.items()))
-        print(f"\ncorruptions: {sum(tried.values())} tried ({parts}), none missed")
 
 
 def state_of(fill: bool) -> dict[str, Any]:
@@ -204,7 +194,7 @@ def test_the_checkpoints_have_every_kind_of_region(single: Path, double: Path) -
 
 
 @pytest.mark.timeout(600 if DENSE else 120)
-def test_damage_of_one_rank_is_found_by_verify_and_load(single: Path, tmp_path: Path) -> None:
+def test_damage_of_one_rank_is_found_by_verify_and_load(single: Path, tmp_path: Path, tried: Counter[str]) -> None:
     state = state_of(fill=True)
     saved = content_of(state)
     opened = holdfast.open(single)
@@ -212,7 +202,7 @@ def test_damage_of_one_rank_is_found_by_verify_and_load(single: Path, tmp_path: 
         with applied(damage, single, tmp_path):
             check_verify(damage, single, opened)
             check_load(damage, single, saved, state_of(fill=False) if not damage.read else state)
-            tried[kind_of(damage)] += 1
+            tried[f"corruptions found: {kind_of(damage)}"] += 1
     assert opened.verify().ok
     fresh = state_of(fill=False)
     holdfast.load(fresh, single)
@@ -220,14 +210,16 @@ def test_damage_of_one_rank_is_found_by_verify_and_load(single: Path, tmp_path: 
 
 
 @pytest.mark.timeout(600 if DENSE else 120)
-def test_damage_of_two_ranks_is_found_by_verify_and_by_a_load_on_one(double: Path, tmp_path: Path) -> None:
+def test_damage_of_two_ranks_is_found_by_verify_and_by_a_load_on_one(
+    double: Path, tmp_path: Path, tried: Counter[str]
+) -> None:
     saved = {"wide": full(), "same": torch.full((50,), 2.0), "narrow": torch.arange(6.0), "note": "two ranks"}
     opened = holdfast.open(double)
     for damage in all_damage(double, tmp_path):
         with applied(damage, double, tmp_path):
             check_verify(damage, double, opened)
             check_load(damage, double, saved, plain_state())
-            tried[kind_of(damage)] += 1
+            tried[f"corruptions found: {kind_of(damage)}"] += 1
     assert opened.verify().ok
 
 
@@ -270,14 +262,14 @@ def load_on_two(path: str, spare: str) -> None:
         (Path(spare) / "count").write_text(str(len(all_damage(directory, Path(spare))[:: 1 if DENSE else 9])))
 
 
-def test_damage_of_one_rank_is_found_by_a_load_on_two(single: Path, tmp_path: Path) -> None:
+def test_damage_of_one_rank_is_found_by_a_load_on_two(single: Path, tmp_path: Path, tried: Counter[str]) -> None:
     copy = Path(shutil.copytree(single, tmp_path / "copy"))
     (tmp_path / "spare").mkdir()
     run_job(load_on_two, nproc=2, args=[copy, tmp_path / "spare"])
-    tried["resharded onto two ranks"] += int((tmp_path / "spare" / "count").read_text())
+    tried["corruptions found: resharded onto two ranks"] += int((tmp_path / "spare" / "count").read_text())
 
 
-def test_a_part_is_verified_and_only_it(single: Path, tmp_path: Path) -> None:
+def test_a_part_is_verified_and_only_it(single: Path, tmp_path: Path, tried: Counter[str]) -> None:
     """`read` of rows and `map(verify=True)`: damage in what they read is found, elsewhere it doesn't disturb them."""
     name = "model.0.weight"
     checkpoint = holdfast.open(single)
@@ -302,7 +294,7 @@ def test_a_part_is_verified_and_only_it(single: Path, tmp_path: Path) -> None:
                 start = region.start + other * row_bytes
                 if start // extent != at // extent and (start + row_bytes - 1) // extent != at // extent:
                     assert torch.equal(checkpoint.read(name, (other,)), whole[other])
-            tried["partial reads"] += 1
+            tried["corruptions found: by partial reads"] += 1
 
 
 SAMPLES = ("bit", "truncation", "extension", "removal", "zeros", "directory", "link", "pipe", "socket", "exchange")
@@ -321,7 +313,7 @@ def samples(directory: Path, spare: Path) -> list[Damage]:
 
 
 @pytest.mark.timeout(600 if DENSE else 120)
-def test_restore_falls_back_to_the_older_step_and_says_so(single: Path, tmp_path: Path) -> None:
+def test_restore_falls_back_to_the_older_step_and_says_so(single: Path, tmp_path: Path, tried: Counter[str]) -> None:
     root = tmp_path / "root"
     config = holdfast.CheckpointConfig(every=1, keep=None)
     with holdfast.CheckpointManager(root, {"a": torch.full((300, 300), 1.0), "n": {"x": 1}}, config=config) as manager:
@@ -353,7 +345,7 @@ def test_restore_falls_back_to_the_older_step_and_says_so(single: Path, tmp_path
                 assert names_it(damage, newest, error.path, error.byte_range, error.tensor), str(error)
                 with pytest.raises(HoldfastError):
                     loading["fallback"].restore(2)  # this one was asked for: nothing else will do
-                tried["restored around"] += 1
+                tried["corruptions restored around"] += 1
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert loading["fallback"].restore() == 2

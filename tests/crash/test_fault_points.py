@@ -138,6 +138,7 @@ def test_every_changing_call_of_a_save_fails(
     nursery: Nursery,
     tmp_path: Path,
     show: list[str],  # noqa: F811
+    tried: Counter[str],
 ) -> None:
     began = time.monotonic()
     home = tmp_path / "points"
@@ -168,6 +169,7 @@ def test_every_changing_call_of_a_save_fails(
         f"ended {dict(ended)}\n  {dict(kinds)}"
     )
     assert missed <= 1 + len(chosen) // 20
+    tried["faults (an error, or less than asked, of a system call)"] += sum(ended.values())
 
 
 @pytest.mark.timeout(3600 if CHOICE else 120)
@@ -175,6 +177,7 @@ def test_every_changing_call_of_a_start_fails(
     nursery: Nursery,
     tmp_path: Path,
     show: list[str],  # noqa: F811
+    tried: Counter[str],
 ) -> None:
     """A start that rolls forward and cleans up ends in a named error or does so; the next one always does."""
     began = time.monotonic()
@@ -216,6 +219,7 @@ def test_every_changing_call_of_a_start_fails(
         f"{time.monotonic() - began:.0f} s; ended {dict(ended)}"
     )
     assert missed <= 1 + len(chosen) // 20
+    tried["faults (an error, or less than asked, of a system call)"] += sum(ended.values())
 
 
 def _anywhere(point: Point) -> Point:

@@ -292,7 +292,7 @@ def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("batch", range(-(-KILLS // BATCH)))
 def test_kills_at_random_moments(
-    batch: int, nursery: Nursery, expected: list[dict[int, str]], tally: Tally, tmp_path: Path
+    batch: int, nursery: Nursery, expected: list[dict[int, str]], tally: Tally, tmp_path: Path, tried: Counter[str]
 ) -> None:
     began = time.monotonic()
     rng = random.Random(SEED + batch)
@@ -326,6 +326,7 @@ def test_kills_at_random_moments(
         if job is not None:
             job.close()
     tally.seconds += time.monotonic() - began
+    tried["kills at random moments"] += len(kinds)
 
 
 def await_resumed(job: Job) -> None:

@@ -176,7 +176,7 @@ class Job:
 @pytest.mark.timeout(3600 if FULL else 110)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # what `on_error="warn"` says of saves that were to fail
 @pytest.mark.parametrize("soak", [SMALL, LARGE], ids=lambda soak: soak.name)
-def test_nothing_grows(soak: Soak, tmp_path: Path) -> None:
+def test_nothing_grows(soak: Soak, tmp_path: Path, tried: Counter[str]) -> None:
     root = tmp_path / "root"
     began = time.monotonic()
     job = Job(soak, root)
@@ -208,3 +208,4 @@ def test_nothing_grows(soak: Soak, tmp_path: Path) -> None:
     assert (last.hidden, last.entries) == (first.hidden, first.entries)
     assert last.resident_mib - first.resident_mib < soak.growth_mib
     assert sorted(os.listdir(root)) == sorted([".holdfast", *(f"step-{step}" for step in job.manager.steps())])
+    tried[f"saves in a soak ({soak.name})"] += soak.saves

@@ -11,7 +11,10 @@
     invariants   what must hold, looked at all the time and after each restart
     faults       what goes wrong in one schedule, drawn from its seed
     schedule     one seed, from the empty disk to the last verdict
+    crashes      one crash, at every call of small schedules
     mutations    the protocol broken on purpose
+
+It replaces names that everything in a process looks up, so it runs in processes of its own.
 
 ``python -m simulator --seed N`` (with ``tests/simulation`` on the path) replays a schedule, with a trace.
 """

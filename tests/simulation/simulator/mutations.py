@@ -20,6 +20,10 @@ from holdfast.storage.local import LocalStorage
 from holdfast.storage.lock import RootLock
 from simulator import job
 from simulator.faults import Faults
+from simulator.schedule import run_many
+
+SEEDS_MOST = 150
+"""How many schedules a mutation may go unfound; those it is found in are a good deal fewer."""
 
 
 @dataclass(frozen=True)
@@ -421,3 +425,18 @@ mutation(
     (keeping, "select_deletions", select_as_if_published),
     (delivery.Delivery, "deliver", retention_then_deliver),
 )
+
+
+def hunt(mutation):
+    """The first schedule of ``SEEDS_MOST`` that finds ``mutation``, and one of those that fails without it, or None."""
+    found = None
+    with mutation.applied():
+        for result in run_many(range(SEEDS_MOST), faults=mutation.faults):
+            if result.breach is not None and result.breach.invariant in mutation.finds:
+                found = result
+                break
+    last = SEEDS_MOST - 1 if found is None else found.seed
+    for result in run_many(range(last + 1), faults=mutation.faults):
+        if result.breach is not None:
+            return found, result
+    return found, None

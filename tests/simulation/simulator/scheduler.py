@@ -90,6 +90,7 @@ class Sim:
         self.lines = [] if trace else None
         self.on_call = None
         self.stop = False
+        self.limit_s = float("inf")
 
     def log(self, what, detail=""):
         if self.lines is not None:
@@ -115,8 +116,8 @@ class Sim:
         if process.dead or (process.dying and not task.in_call):
             raise Dead
         heap = self.heap
-        if (not heap or at < heap[0][0]) and process.paused_until <= at and not self.to_reap:
-            self.now = at
+        if (not heap or at < heap[0][0]) and process.paused_until <= at <= self.limit_s and not self.to_reap:
+            self.now = at  # nobody else has anything to do until then
             return
         self.seq = seq = self.seq + 1
         heappush(heap, (at, self.random(), seq, task, task.token, True))
@@ -148,6 +149,7 @@ class Sim:
         """Run until `stop` is set or there is nothing to do; `Hang` past the limits."""
         heap = self.heap
         last = self.seq + limit_events
+        self.limit_s = limit_s
         while heap and not self.stop:
             if self.to_reap:
                 self.reap()

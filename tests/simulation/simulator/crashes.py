@@ -1,0 +1,72 @@
+"""Only one thing goes wrong: at a call of a small schedule, before it or after, power or a process is lost."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+from simulator.faults import Faults
+from simulator.schedule import run_schedule
+
+WORLDS = ((1, False), (1, True), (2, False), (3, True))
+"""Ranks, and whether the second save is put in place of the first or after it."""
+
+
+@functools.cache
+def small_world(ranks, *, overwrite):
+    """Two saves of ``ranks`` ranks, without faults."""
+
+    def draw(rng):
+        faults = Faults(rng)
+        faults.worlds, faults.saves = [ranks], [2]
+        faults.keep_last = 1
+        faults.overwrites = 1.0 if overwrite else 0.0
+        faults.launcher_waits_s = 0.0
+        return faults
+
+    return draw
+
+
+class Strike:
+    """Does ``how`` at the ``number``-th call, before it or after."""
+
+    def __init__(self, how, number, *, after):
+        self.how, self.number, self.after, self.count = how, number, after, 0
+
+    def __call__(self, sim, job, process, _name, _path, after):
+        if after == self.after and sim.faults.active:
+            self.count += 1
+            if self.count == self.number:
+                self.how(sim, job, process)
+
+
+def cut_power(_sim, job, _process):
+    job.power_cut()
+
+
+def kill_trainers(sim, job, _process):
+    for process in job.trainers:
+        sim.kill(process)
+
+
+def kill_one(sim, _job, process):
+    sim.kill(process)
+
+
+POINTS = {"power cut": cut_power, "job killed": kill_trainers, "one killed": kill_one}
+
+
+def crash_points(how, stride):
+    """Where, and what came of it, for every ``stride``-th point of every small world."""
+    for ranks, overwrite in WORLDS:
+        draw, seed, step = small_world(ranks, overwrite=overwrite), 7 * ranks + overwrite, stride * ranks
+        for number in itertools.count(1 + seed % step, step):
+            for after in (False, True):
+                strike = Strike(POINTS[how], number, after=after)
+                result = run_schedule(seed, faults=draw, on_call=strike)
+                if strike.count < number:
+                    break
+                yield f"{ranks} ranks, overwrite {overwrite}, {'after' if after else 'before'} call {number}", result
+            else:
+                continue
+            break
