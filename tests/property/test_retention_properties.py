@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from holdfast.lineage import Lineage, decode_lineage, in_order, lineage_from
@@ -80,6 +81,7 @@ _acts = st.lists(
 
 
 @given(_acts, _keeps)
+@example([*[("save", 0)] * 6, ("model", 0), ("pin", 6), ("restart", 0)], Keep(last=None))
 def test_whatever_a_run_does_it_keeps_what_it_published_last_and_what_it_could_resume_from(acts, keep):
     there: dict[int, Entry] = {}
     lineage, at, resumable, own = None, 0, None, None
@@ -87,7 +89,7 @@ def test_whatever_a_run_does_it_keeps_what_it_published_last_and_what_it_could_r
         by_age = in_order(there.values(), lambda entry: (entry.step, entry.lineage))
         if act == "pin" and there:
             step = sorted(there)[number % len(there)]
-            there[step] = Entry(step, 0.0, pinned=True, lineage=there[step].lineage)
+            there[step] = dataclasses.replace(there[step], pinned=True)
         elif act in {"back", "restart"}:
             # A restart takes the newest that is resumable: what this run has published, if it has published anything.
             wholes = [entry.step for entry in by_age if entry.resumable]
