@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.cpu import available_bytes, tree_cpu_s
+from benchmarks.cpu import available_bytes, private_bytes, tree_cpu_s
 from benchmarks.files import remove
 from benchmarks.peers import PEERS, Peer
 from benchmarks.protocol import Broken, Worker, WorkerFailed
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 OURS = ("raw", "holdfast", "holdfast-eager", "holdfast-unverified")
 ONLY_THOROUGH = ("dcp-process", "nvrx", "torchsnapshot")
 """Not in a quick run, unless asked for."""
+KEPT_BYTES_MOST = 640 << 20
+"""Of a rank between two cases, its libraries included."""
 SHARED_FOLDER = Path("/dev/shm")
 INTERVAL_S_PER_GB = 0.25
 QUIET_LOOK_S, QUIET_WAIT_S = 0.1, 5.0
@@ -96,10 +98,12 @@ class Bench:
         return (name, world) in self._kept and self._kept[name, world].alive
 
     def make_room(self) -> None:
-        """End all that was kept, before a case that needs much memory: some peers never give back what they staged."""
-        if self.size.thorough:  # a quick run's states are small
-            self.close()
-            self._kept.clear()
+        """Before a case that needs much memory, end who never gave back what it staged; a start takes its time, too."""
+        for key, worker in list(self._kept.items()):
+            if sum(private_bytes(pid) for pid in worker.pids) > KEPT_BYTES_MOST * worker.world:
+                self.say(f"{worker.name}: ended, for the memory it keeps")
+                worker.stop()
+                del self._kept[key]
 
     def close(self) -> None:
         """End all that was kept."""

@@ -73,6 +73,16 @@ def available_bytes() -> int:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
 
 
+def private_bytes(root: int) -> int:
+    """What a process tree keeps from all others: anonymous memory and images, resident or swapped out."""
+    kept = 0
+    for pid in tree_of(root):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+            rows = dict(line.split(":", 1) for line in file if line.startswith(("RssAnon", "RssShmem", "VmSwap")))
+            kept += sum(int(value.split()[0]) << 10 for value in rows.values())
+    return kept
+
+
 @dataclass(frozen=True, slots=True)
 class Memory:
     """Proportional set size of a process tree, bytes: images apart from all else."""

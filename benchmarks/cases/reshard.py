@@ -19,7 +19,7 @@ WAYS = ((2, 1), (1, 2))
 def run(bench: Bench) -> None:
     peers = bench.peers(lambda peer: peer.reshards or peer.name == "raw")
     bench.make_room()
-    state = bench.language_model()
+    state = bench.language_model(layers=max(1, bench.size.layers // 2))
     with (
         bench.workers("reshard", peers, state) as single,
         bench.workers("reshard", peers, dict(state), world=2) as double,
@@ -51,4 +51,5 @@ def _one_way(bench: Bench, saved: dict[str, Path], workers: list[Worker], cache:
         return load_turn(worker, saved[worker.name], cache, check=number == 0)
 
     taking_part = [worker for worker in workers if worker.alive and worker.name in saved]
-    bench.rounds(case, taking_part, turn, counted=bench.size.rounds)
+    first = 0 if cache == CACHES[0] else 1
+    bench.rounds(case, taking_part, turn, counted=bench.size.rounds, first=first)
