@@ -22,6 +22,7 @@ LEFT_OUT = {
 
 def run(bench: Bench) -> None:
     size = bench.size
+    bench.make_room()
     state = bench.state(kind="flat", count=size.small_tensors, each=size.small_bytes)
     peers = bench.peers(
         lambda peer: (
