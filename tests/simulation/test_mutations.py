@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from processes import told_by
+from simulations import told_by
 from simulator.mutations import MUTATIONS
 
 

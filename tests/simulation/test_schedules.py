@@ -11,7 +11,7 @@ import os
 import subprocess
 
 import pytest
-from processes import command, told_by
+from simulations import command, told_by
 
 SCHEDULES = int(os.environ.get("HOLDFAST_SCHEDULES", "400"))
 FIRST = int(os.environ.get("HOLDFAST_FIRST_SEED", "0"))
