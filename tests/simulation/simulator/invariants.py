@@ -237,6 +237,10 @@ class Checker:
                 self.broken("kept", f"{attempt.name} of attempt {number} was told published and is gone")
         if not self.published_in_last:
             self.broken("goes on", "nothing disturbs the last run, and its save was not published")
+        self.look_for_defects()
+
+    def look_for_defects(self):
+        """What a thread raised that nobody expects: it has ended, and others may wait for it without end."""
         for process, task, error in self.sim.errors:
             self.broken("no defect", f"{process}/{task}: {type(error).__name__}: {error}")
 

@@ -344,11 +344,12 @@ def _attempt_of(manifest):
 REAL_READ_SMALL = source.read_small
 
 
-def read_small(path, *, limit, committed=False):
+def read_small(directory, name, *, limit, committed=False):
     """How a published checkpoint is opened: from the bucket, where the job saves to one."""
     bucket = Current.sim.bucket
     if bucket is None:
-        return REAL_READ_SMALL(path, limit=limit, committed=committed)
+        return REAL_READ_SMALL(directory, name, limit=limit, committed=committed)
+    path = f"{directory}/{name}"
     data = bucket.get(path.removeprefix(f"{ObjectStorage.root}/"))
     if data is None:
         raise CheckpointNotFound(f"{path} doesn't exist: there is no checkpoint here", path=path)

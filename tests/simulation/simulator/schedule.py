@@ -57,9 +57,11 @@ def run_schedule(seed, *, faults=None, trace=False, on_call=None):
         sim.on_call = lambda *args: on_call(sim, job, *args)
     try:
         sim.run(limit_s=LIMIT_S, limit_events=LIMIT_EVENTS)
+        checker.look_for_defects()
         if checker.breach is None and not job.done:
             checker.broken("bounded", "everything waits, and nothing is left to happen")
     except Hang as hang:
+        checker.look_for_defects()
         checker.broken("bounded", str(hang))
     if checker.breach is None:
         sim.stop = False

@@ -68,6 +68,7 @@ class Task(greenlet):
         except BaseException as error:
             if not self.process.dead:
                 sim.errors.append((self.process.name, self.name, error))
+                sim.stop = True  # a defect: nothing that follows says anything
         self.finished = True
         for joiner in self.joiners:
             sim.wake(joiner)

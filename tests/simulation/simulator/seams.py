@@ -16,7 +16,7 @@ from datetime import datetime, timedelta, timezone
 from holdfast import agreement, coordination, delivery, keeping, recovery, root, source, starting, store_client
 from holdfast.engine import attempt, calls, client, executor, link, removal
 from holdfast.engine import process as engine_process
-from holdfast.storage import lease, local, lock
+from holdfast.storage import lease, local, lock, plain
 from simulator import engine, objects, scheduler
 from simulator.scheduler import Current
 from simulator.system import FCNTL, OS, SHUTIL
@@ -66,7 +66,8 @@ def _seams():
     for module in (local, lease, lock, calls, removal, delivery, client, engine_process, attempt, executor, starting):
         if hasattr(module, "os"):
             yield module, "os", OS
-    yield source, "os", OS
+    for module in (source, plain):
+        yield module, "os", OS
     yield source, "read_small", objects.read_small
     yield lease, "fcntl", FCNTL
     yield lock, "fcntl", FCNTL

@@ -151,13 +151,14 @@ class System:
 
 
 class Stat:
-    __slots__ = ("st_dev", "st_ino", "st_mode", "st_mtime_ns", "st_size")
+    __slots__ = ("st_dev", "st_ino", "st_mode", "st_mtime_ns", "st_nlink", "st_size")
 
     def __init__(self, node):
         self.st_dev, self.st_ino = 1, node.ino
         self.st_mode = stat.S_IFDIR | 0o755 if type(node) is Dir else stat.S_IFREG | 0o644
         self.st_size = 0 if type(node) is Dir else len(node.data)
         self.st_mtime_ns = node.mtime_ns
+        self.st_nlink = 2 if type(node) is Dir else 1  # there are no hard links here
 
 
 class SimOs:
