@@ -5,6 +5,7 @@ A window is one save and what it has removed; after each window comes a save tha
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -26,29 +27,51 @@ def faults(root: str, windows: list[str]) -> None:
     with holdfast.CheckpointManager(root, state, config=settings()) as manager:
         for number, window in enumerate(windows):
             with reins.window(window):
-                _save(reins, manager, state, 2 * number + 1, window)
+                saved = _save(manager, state, 2 * number + 1)
                 _wait_removed(root)
-            _save(reins, manager, state, 2 * number + 2, "")
+            if world > 1:
+                dist.barrier()  # the window is shut when the last rank says so
+            _look(reins, manager, *saved, window)  # whose own reads are not to fail
+            _look(reins, manager, *_save(manager, state, 2 * number + 2), "")
+            if world > 1:
+                dist.barrier()  # nor is the next one to open before all have looked
     reins.note("closed")
     if world > 1:
         dist.destroy_process_group()
 
 
-def _save(reins: Reins, manager: holdfast.CheckpointManager, state: dict[str, object], step: int, window: str) -> None:
+def _save(
+    manager: holdfast.CheckpointManager, state: dict[str, object], step: int
+) -> tuple[holdfast.SaveHandle, BaseException | None, float]:
     fill(state, step)
     began = time.monotonic()
     handle = manager.save(step)
     error = handle.exception(60)
     seconds = time.monotonic() - began
     manager.wait_staged()
-    visible = step in manager.steps()
+    return handle, error, seconds
+
+
+def _look(
+    reins: Reins,
+    manager: holdfast.CheckpointManager,
+    handle: holdfast.SaveHandle,
+    error: BaseException | None,
+    seconds: float,
+    window: str,
+) -> None:
+    """Tell what came of a save: what its handle says, and what is there."""
+    visible = handle.step in manager.steps()
     whole = visible and holdfast.open(Path(handle.path)).verify().ok
-    tell(reins, error, step=step, window=window, seconds=seconds, visible=visible, whole=whole)
+    tell(reins, error, step=handle.step, window=window, seconds=seconds, visible=visible, whole=whole)
 
 
 def _wait_removed(root: str) -> None:
     deadline = time.monotonic() + REMOVAL_S
-    while any(name.endswith(".trash") for name in os.listdir(root)) and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):  # the fault may be this call's
+            if not any(name.endswith(".trash") for name in os.listdir(root)):
+                return
         time.sleep(0.005)
 
 

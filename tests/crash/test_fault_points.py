@@ -75,6 +75,8 @@ def faults_at(points: list[Point]) -> list[tuple[Point, str, int]]:
     for point in points:
         if point.target.startswith(("socket", "pipe", "memfd", "/", "?", "anon")) or point.call in syscalls.TALKING:
             continue
+        if point.call.startswith("io_uring"):
+            continue  # of the Store's server, which aborts its process if one fails: nothing of Holdfast's asks for it
         if point.call == "openat":
             found.append((point, "error", errno.EMFILE))
         if point.call == "openat" and not _creates(point):
@@ -116,7 +118,9 @@ def check_fault(act: Act, told: list[dict[str, Any]]) -> str:
         numbers = {cause["errno"] for cause in event["causes"]}
         if act.kind != "short" and event["error"] == "SaveFailed":
             assert act.errno in numbers or NAMES[act.errno] in text or os.strerror(act.errno) in text, what
-            assert event["causes"][0]["rank"] == int(act.point.role[-1]), what
+            # What fails from one call on fails for all ranks: the same one is the cause for all, whoever came first.
+            ranks = {event["causes"][0]["rank"] for event in told if event["error"] == "SaveFailed"}
+            assert ranks == {int(act.point.role[-1])} or (act.kind == "errors" and len(ranks) == 1), what
     assert not {None, "SaveFailed"} <= kinds, f"published on one rank, failed on another: {what}"
     if act.kind == "short":
         assert kinds == {None}, f"a short write is no error: {what}"
