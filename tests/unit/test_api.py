@@ -7,10 +7,10 @@ import os
 import shutil
 import subprocess
 import sys
-import warnings
 import textwrap
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
