@@ -118,6 +118,8 @@ class _Supervisor:
         self.listeners: dict[int, int] = {}
         self.controls: dict[int, tuple[int, bytes]] = {}
         self.engines: dict[int, int] = {}
+        self.starting: set[int] = set()
+        """Processes that were forked to become engines."""
         self.ended: dict[int, int] = {}
         self.window = ""
         self.opened: set[int] = set()
@@ -207,7 +209,7 @@ class _Supervisor:
             self.window, self.failing = "", 0
 
     def kill_all(self) -> None:
-        for pid in [*self.pids, *self.engines]:
+        for pid in [*self.pids, *self.engines, *self.starting]:
             if pid not in self.ended:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -254,7 +256,8 @@ class _Supervisor:
         if pid not in self.engines:
             with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
                 if b"holdfast.engine" not in file.read():
-                    return f"starting-{rank}"  # forked, and not an engine yet
+                    self.starting.add(pid)  # forked, and not an engine yet
+                    return f"starting-{rank}"
             self.engines[pid] = rank
         return f"engine-{rank}"
 
