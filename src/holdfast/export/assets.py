@@ -1,0 +1,433 @@
+"""What goes into an export beside the weights: configuration, tokenizer, processor, chat templates, custom code.
+
+    collect_assets("path/of/source/model")                   its files that are no weights
+    collect_assets([config, processor], tokenizer)           what their ``save_pretrained`` writes
+    collect_assets("path", model=model, dtype="bfloat16")    and what ``model.save_pretrained`` says of it
+
+Guarantees: everything is read, or looked at, before a byte of an export is written, and what is asked for wrongly is a
+`ConfigError`; the live objects are left as they are (transformers changes the configuration of a model that it saves:
+here a copy of it is changed); every path is plain, relative and stays inside the export.
+Assumes: one rank calls this, in a thread that may run transformers' code. Imports neither torch nor transformers: who
+passes an object of theirs has them.
+Does not: write anything but to a temporary directory of its own, nor reach for the Hugging Face hub.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from holdfast.errors import ConfigError, StorageError
+from holdfast.export.hf_layout import ADAPTER_CONFIG_NAME, INDEX_NAME, SUFFIX, TORCH_CODES
+from holdfast.export.source_files import FILE_BYTES_MAX, LeftOut, read_file, scan_directory, why_no_path
+
+CONFIG_NAME: Final = "config.json"
+GENERATION_CONFIG_NAME: Final = "generation_config.json"
+HELD_BYTES_MAX: Final = 1 << 20
+"""A larger file of a source directory stays where it is until it is copied."""
+
+_TOKENIZER_FILES: Final = re.compile(
+    r"(added_tokens|special_tokens_map|tekken|tokenizer|tokenizer_config|vocab)\.json|(merges|vocab)\.txt"
+    r"|chat_template\.(jinja|json)|(sentencepiece\.bpe|spiece|tokenizer)\.model|.*\.tiktoken"
+    r"|additional_chat_templates/.*"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Asset:
+    """One file of an export: its ``path`` there, with slashes, and its bytes, or the plain ``source`` that has them."""
+
+    path: str
+    size: int
+    data: bytes | None = field(default=None, repr=False)
+    source: str | None = None
+
+    def read(self) -> bytes:
+        """Its bytes. Raises `StorageError` if the source is not as large any more as it was, or can't be read."""
+        if self.data is not None:
+            return self.data
+        assert self.source is not None, "an asset has bytes or a source"
+        return read_file(self.source, self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class AssetSet:
+    """What lies beside the weights, sorted by path, and what of the source directories does not."""
+
+    files: tuple[Asset, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(asset.path for asset in self.files)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(asset.size for asset in self.files)
+
+    def contents(self) -> dict[str, bytes]:
+        """The bytes of each by its path. Raises `StorageError` as `Asset.read` does."""
+        return {asset.path: asset.read() for asset in self.files}
+
+    def require_apart_from(self, names: Iterable[str]) -> None:
+        """Raise `ConfigError` if an asset has the path of one of ``names``, which the export writes itself."""
+        both = sorted(set(self.paths).intersection(names))
+        if both:
+            raise ConfigError(
+                f"the assets bring {', '.join(both[:8])}, and the export writes files of these names itself; leave "
+                "them out of the assets",
+                field="assets",
+            )
+
+
+def collect_assets(
+    assets: object = None,
+    tokenizer: object = None,
+    model: object = None,
+    *,
+    dtype: object = None,
+    adapter: bool | str = False,
+    config_updates: Mapping[str, Any] | None = None,
+) -> AssetSet:
+    """All files of an export that hold no weights. Where two bring the same path, the later of this list has it:
+
+    assets: a directory of a model, an object with ``save_pretrained`` (a configuration, a generation configuration, a
+        tokenizer, a processor, PEFT's configuration of an adapter), or several of both. A directory without
+        ``config.json`` is refused, unless ``model`` is given and is none of transformers'.
+    model: of transformers' models, ``config.json``, ``generation_config.json`` and custom code as ``save_pretrained``
+        writes them; an object among ``assets`` goes before them. Any other module brings nothing.
+    tokenizer: an object, or a directory with its files; instead of those that the assets brought.
+    dtype: torch's, or its name: what ``config.json`` says of the weights; None is what it says anyway, and for a model
+        that of its parameters.
+    adapter: True, or an adapter's name: ``adapter_config.json`` of the model's only, active or so named adapter, and no
+        ``config.json``, as PEFT has it.
+    config_updates: members of ``config.json`` to set, such as ``quantization_config``.
+
+    Raises:
+        ConfigError: something that can't be used, said by its name, before anything was written.
+        StorageError: a directory can't be read, or there is no room for temporary files.
+    """
+    given = _several(assets)
+    wanted = _dtype_name(dtype)
+    base = _base_model(model)
+    transformers_model = base if _is_instance(base, "transformers.modeling_utils", "PreTrainedModel") else None
+    files: dict[str, Asset] = {}
+    left: list[LeftOut] = []
+    chosen: set[str] = set()
+    optional = bool(adapter) or (model is not None and transformers_model is None)
+    for item in given:
+        if isinstance(item, (str, os.PathLike)):
+            found, without = _from_directory(item, needs_config=not optional)
+            left.extend(without)
+        else:
+            found = _saved(_prepared(item, wanted, transformers_model), "assets")
+            chosen.update(found)
+        files.update(found)
+    if adapter:
+        files = {path: asset for path, asset in files.items() if path not in (CONFIG_NAME, GENERATION_CONFIG_NAME)}
+        if ADAPTER_CONFIG_NAME not in files:
+            files.update(_saved(_adapter_config(model, adapter), "model"))
+    elif transformers_model is not None:
+        own = _from_model(transformers_model, wanted)
+        files.update({path: asset for path, asset in own.items() if path not in chosen})
+    if tokenizer is not None:
+        files = _with_tokenizer(files, tokenizer, left)
+    if CONFIG_NAME in files:
+        files[CONFIG_NAME] = _revised(files[CONFIG_NAME], wanted, config_updates or {})
+    elif config_updates:
+        raise ConfigError("there is no config.json among the assets to update", field="config_updates")
+    return AssetSet(tuple(files[path] for path in sorted(files)), tuple(left))
+
+
+# what was given ------------------------------------------------------------------------------------------------
+
+
+def _several(assets: object) -> list[object]:
+    """The assets one by one; each is a path or can save itself."""
+    if assets is None:
+        return []
+    one = isinstance(assets, (str, os.PathLike)) or _can_save(assets) or not isinstance(assets, (list, tuple))
+    items = [assets] if one else [*assets]  # type: ignore[misc]
+    for item in items:
+        if isinstance(item, (str, os.PathLike)):
+            continue
+        if _is_instance(item, "torch.nn", "Module"):
+            raise ConfigError(
+                f"a {type(item).__name__} is no asset: it would bring its weights; pass it as the model, or its config "
+                "as an asset",
+                field="assets",
+            )
+        if not _can_save(item):
+            raise ConfigError(
+                f"{item!r:.200} is no asset: give the directory of a model, an object with save_pretrained (a "
+                "transformers config, tokenizer or processor), or a list of these",
+                field="assets",
+            )
+    return items
+
+
+def _can_save(item: object) -> bool:
+    return not isinstance(item, type) and callable(getattr(item, "save_pretrained", None))
+
+
+def _is_instance(value: object, module: str, name: str) -> bool:
+    """Whether ``value`` is of a class that only who has imported ``module`` can have an object of."""
+    known = getattr(sys.modules.get(module), name, None)
+    return isinstance(known, type) and isinstance(value, known)
+
+
+def _is_config(item: object) -> bool:
+    return _is_instance(item, "transformers.configuration_utils", "PreTrainedConfig")
+
+
+def _dtype_name(dtype: object) -> str | None:
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if name not in TORCH_CODES:
+        raise ConfigError(f"{dtype!r:.80} is no element type that an export can have", field="dtype")
+    return name
+
+
+def _base_model(model: object) -> Any:
+    """The model inside of what ``torch.compile``, DDP and PEFT put around it."""
+    if model is None or not _is_instance(model, "torch.nn", "Module"):
+        return model
+    from holdfast._torch_compat import COMPILED_MODULE
+
+    inner: Any = model
+    for _ in range(8):
+        compiled = getattr(inner, COMPILED_MODULE, None)
+        if compiled is not None:
+            inner = compiled
+        elif _is_instance(inner, "torch.nn.parallel", "DistributedDataParallel"):
+            inner = inner.module
+        elif hasattr(inner, "peft_config") and callable(getattr(inner, "get_base_model", None)):
+            inner = inner.get_base_model()
+        else:
+            break
+    return inner
+
+
+# from a directory ----------------------------------------------------------------------------------------------
+
+
+def _from_directory(directory: str | os.PathLike[str], *, needs_config: bool) -> tuple[dict[str, Asset], list[LeftOut]]:
+    path = _existing(directory, "assets")
+    config = os.path.join(path, CONFIG_NAME)
+    if needs_config and not os.path.isfile(config):
+        dangling = ": it is a link that leads nowhere" if os.path.islink(config) and not os.path.exists(config) else ""
+        raise ConfigError(
+            f"{path} has no {CONFIG_NAME}{dangling}, so nobody could load the export; give the directory of a model "
+            "(of one in a Hugging Face cache, the snapshots/… below it); files of a tokenizer go into `tokenizer`",
+            field="assets",
+        )
+    found, left = scan_directory(path)
+    return {file.path: _held(file.path, file.source, file.size) for file in found}, left
+
+
+def _existing(directory: str | os.PathLike[str], name: str) -> str:
+    text = os.fsdecode(directory)
+    if "://" in text:
+        raise ConfigError(
+            f"{text}: {name} are read from a directory; object stores are not in this release", field=name
+        )
+    path = os.path.abspath(text)
+    if not os.path.isdir(path):
+        what = "is a file" if os.path.isfile(path) else "doesn't exist"
+        raise ConfigError(
+            f"{path} {what}; {name} come from a directory on this machine: names on the Hugging Face hub aren't "
+            "downloaded",
+            field=name,
+        )
+    return path
+
+
+def _held(path: str, source: str, size: int) -> Asset:
+    if size > HELD_BYTES_MAX and path != CONFIG_NAME:
+        return Asset(path, size, source=source)
+    return Asset(path, size, data=read_file(source, size))
+
+
+# from objects --------------------------------------------------------------------------------------------------
+
+
+def _saved(item: Any, argument: str) -> dict[str, Asset]:
+    """What ``item.save_pretrained`` writes."""
+    with _temporary() as directory:
+        _save(item, directory, argument)
+        return _all_of(directory, type(item).__name__)
+
+
+def _temporary() -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="holdfast-assets-")
+    except OSError as error:
+        where = tempfile.gettempdir() if tempfile.tempdir else "the temporary directory"
+        raise StorageError(
+            f"{where} can't be written to: {error.strerror}; set TMPDIR to a directory with some room",
+            path=str(where),
+            errno=error.errno,
+        ) from error
+
+
+def _save(item: Any, directory: str, argument: str) -> None:
+    try:
+        item.save_pretrained(directory)
+    except OSError as error:
+        raise StorageError(
+            f"{type(item).__name__} could not be saved to {directory}: {error}; there may be no room left",
+            path=directory,
+            errno=error.errno,
+        ) from error
+    except Exception as error:
+        raise ConfigError(f"{type(item).__name__} can't be saved: {error}", field=argument) from error
+
+
+def _all_of(directory: str, whose: str) -> dict[str, Asset]:
+    """Every file of a temporary directory, read, since the directory goes away."""
+    files: dict[str, Asset] = {}
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            source = os.path.join(parent, name)
+            path = os.path.relpath(source, directory).replace(os.sep, "/")
+            why = why_no_path(path)
+            size = os.lstat(source).st_size
+            if path.endswith((SUFFIX, INDEX_NAME)):
+                why = "it holds weights, or says where they are"
+            elif why is None and size > FILE_BYTES_MAX:
+                why = f"it has {size:,} bytes, and files beside the weights may have {FILE_BYTES_MAX:,}"
+            if why is not None:
+                raise ConfigError(
+                    f"{whose} has saved {path!r:.200}, which can't go into an export: {why}", field="assets"
+                )
+            files[path] = Asset(path, size, data=read_file(source, size))
+    return files
+
+
+def _prepared(item: Any, dtype: str | None, model: Any) -> Any:
+    """A configuration is saved from a copy, which says what the export is."""
+    if not _is_config(item):
+        return item
+    config = copy.deepcopy(item)
+    if model is not None:
+        _describe(config, model, dtype)
+    elif dtype is not None:
+        config.dtype = dtype
+    return config
+
+
+# from a model --------------------------------------------------------------------------------------------------
+
+
+def _from_model(model: Any, dtype: str | None) -> dict[str, Asset]:
+    """What ``model.save_pretrained`` writes beside the weights."""
+    config = copy.deepcopy(model.config)
+    _describe(config, model, dtype)
+    with _temporary() as directory:
+        if model.is_remote_code():
+            from transformers.dynamic_module_utils import custom_object_save
+
+            try:
+                custom_object_save(model, directory, config=config)
+            except Exception as error:
+                raise ConfigError(
+                    f"the code of {type(model).__name__} can't be saved: {error}", field="model"
+                ) from error
+        _save(config, directory, "model")
+        if model.can_generate() and getattr(model, "generation_config", None) is not None:
+            _save(copy.deepcopy(model.generation_config), directory, "model")
+        return _all_of(directory, type(model).__name__)
+
+
+def _describe(config: Any, model: Any, dtype: str | None) -> None:
+    """Set what ``save_pretrained`` sets before it saves the configuration."""
+    name = dtype or next((str(value.dtype) for value in model.parameters() if value.is_floating_point()), None)
+    if name is not None:
+        config.dtype = name.removeprefix("torch.")
+    # FSDP2 puts a class of its own in front, named after the model's.
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+
+
+def _adapter_config(model: Any, adapter: bool | str) -> Any:  # noqa: FBT001 - as in the public function
+    """PEFT's configuration of one adapter, as a copy that says what PEFT's own ``save_pretrained`` would."""
+    configs = getattr(model, "peft_config", None)
+    if not isinstance(configs, Mapping) or not configs:
+        raise ConfigError(
+            f"an export of an adapter needs its {ADAPTER_CONFIG_NAME}: give the model that has the adapter, or its "
+            "PEFT configuration among the assets",
+            field="assets",
+        )
+    names = [adapter] if isinstance(adapter, str) else [*configs] if len(configs) == 1 else _active(model)
+    if len(names) != 1 or names[0] not in configs:
+        raise ConfigError(
+            f"which adapter to export? The model has {', '.join(map(repr, configs))}; wanted: {names!r:.200}. Name one "
+            "of them",
+            field="adapter",
+        )
+    config = copy.deepcopy(configs[names[0]])
+    if hasattr(config, "inference_mode"):
+        config.inference_mode = True
+    if getattr(config, "base_model_name_or_path", "") is None:
+        base = _base_model(model)
+        config.base_model_name_or_path = getattr(base, "name_or_path", None) or None
+    return config
+
+
+def _active(model: Any) -> list[str]:
+    active = getattr(model, "active_adapters", None)
+    active = active() if callable(active) else active
+    return [active] if isinstance(active, str) else [*active] if isinstance(active, Iterable) else []
+
+
+# the tokenizer, and the last word on the configuration ---------------------------------------------------------
+
+
+def _with_tokenizer(files: dict[str, Asset], tokenizer: object, left: list[LeftOut]) -> dict[str, Asset]:
+    """The files with those of this tokenizer in place of another's: a mixture of two would be neither."""
+    if isinstance(tokenizer, (str, os.PathLike)):
+        found, without = scan_directory(_existing(tokenizer, "tokenizer"))
+        left.extend(without)
+        brought = {
+            file.path: _held(file.path, file.source, file.size)
+            for file in found
+            if file.path not in (CONFIG_NAME, GENERATION_CONFIG_NAME)
+        }
+    elif _can_save(tokenizer) and not _is_instance(tokenizer, "torch.nn", "Module"):
+        brought = _saved(tokenizer, "tokenizer")
+    else:
+        raise ConfigError(
+            f"{tokenizer!r:.200} is no tokenizer: give an object with save_pretrained, or a directory with its files",
+            field="tokenizer",
+        )
+    others = {path: asset for path, asset in files.items() if not _TOKENIZER_FILES.fullmatch(path)}
+    return others | brought
+
+
+def _revised(asset: Asset, dtype: str | None, updates: Mapping[str, Any]) -> Asset:
+    """``config.json`` as it is, if it says what it should, or rendered anew as transformers does."""
+    try:
+        document = json.loads(asset.read().decode())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{CONFIG_NAME} among the assets isn't JSON: {error}", field="assets") from error
+    if not isinstance(document, dict):
+        raise ConfigError(f"{CONFIG_NAME} among the assets holds no JSON object", field="assets")
+    changes = dict(updates)
+    for key in ("dtype", "torch_dtype"):  # its name of today, and before transformers 5
+        if dtype is not None and key in document and document[key] != dtype:
+            changes.setdefault(key, dtype)
+    if all(key in document and document[key] == value for key, value in changes.items()):
+        return asset
+    try:
+        text = json.dumps({**document, **changes}, indent=2, sort_keys=True) + "\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{changes!r:.200} can't go into {CONFIG_NAME}: {error}", field="config_updates") from error
+    data = text.encode()
+    return Asset(asset.path, len(data), data=data)
