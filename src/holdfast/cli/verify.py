@@ -1,15 +1,21 @@
-"""``holdfast verify``: every byte of checkpoints against its checksum. Torch-free for what Holdfast wrote."""
+"""``holdfast verify``: every byte of checkpoints and exports against its checksum. Torch-free for what Holdfast wrote.
+
+An export is also looked at as its readers do: index, headers, files beside the weights. Where nobody published it by a
+manifest, as with what ``save_pretrained`` wrote, that is all that can be told.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any
+import os
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
 import typer
 
 from holdfast.cli.choosing import entries_of, is_one_checkpoint, of_step
 from holdfast.cli.output import AsJson, exit_status, print_json, progress_bar, shown, size_text
 from holdfast.errors import CheckpointNotFound, ConfigError, HoldfastError
+from holdfast.export.hf_verify import is_export, verify_export
 from holdfast.listing import existing_directory
 from holdfast.opening import open_source
 from holdfast.verifying import VerifyReport, problem_of, verify_source
@@ -20,11 +26,12 @@ class _Result:
     path: str
     step: int | None
     report: VerifyReport
+    kind: Literal["checkpoint", "export"] = "checkpoint"
 
 
 def verify(
     path: Annotated[
-        str, typer.Argument(metavar="PATH", help="A checkpoint, or a root: all that Holdfast wrote there.")
+        str, typer.Argument(metavar="PATH", help="A checkpoint, an export, or a root: all that Holdfast wrote there.")
     ],
     step: Annotated[int | None, typer.Option(help="Only this step of a root.")] = None,
     newest: Annotated[bool, typer.Option("--newest", help="Only the newest step of a root.")] = False,  # noqa: FBT002
@@ -32,6 +39,8 @@ def verify(
     as_json: AsJson = False,  # noqa: FBT002
 ) -> None:
     """Read every byte and compare it with its checksum; name every file that is wrong, with tensor and byte range.
+
+    Of an export for Hugging Face also compare the index with the headers of its files, and see that JSON files parse.
 
     Exit status 1 where anything is wrong. Changes nothing, and may run beside a job that saves.
     """
@@ -54,9 +63,10 @@ def verify(
 
 def _targets(path: str, step: int | None, *, newest: bool, everything: bool) -> list[tuple[str, int | None]]:
     directory = existing_directory(path)
-    if is_one_checkpoint(directory):
+    if is_one_checkpoint(directory) or is_export(directory):
         if step is not None or newest:
-            raise ConfigError(f"{directory} is one checkpoint; give its root with --step or --newest", field="step")
+            what = "export" if is_export(directory) else "checkpoint"
+            raise ConfigError(f"{directory} is one {what}; give its root with --step or --newest", field="step")
         return [(directory, None)]
     _, rows = entries_of(directory)
     if step is not None:
@@ -66,11 +76,14 @@ def _targets(path: str, step: int | None, *, newest: bool, everything: bool) -> 
     elif not everything:
         rows = [row for row in rows if row.state != "stock"]
     if not rows:
-        raise CheckpointNotFound(f"{directory} holds no checkpoints to verify", path=directory)
+        raise CheckpointNotFound(f"{directory} holds no checkpoints and no exports to verify", path=directory)
     return [(row.path, row.step) for row in rows]
 
 
 def _verified(path: str, step: int | None) -> _Result | None:
+    exported = is_export(path)
+    if exported and not is_one_checkpoint(path):
+        return _Result(path, step, _as_read(path, None), "export")
     try:
         source = open_source(path)
     except CheckpointNotFound:
@@ -79,12 +92,35 @@ def _verified(path: str, step: int | None) -> _Result | None:
         if exit_status(error) > 1:
             raise
         found = VerifyReport(ok=False, files=0, nbytes=0, checksummed=True, problems=(problem_of(error),))
-        return _Result(path, step, found)
+        return _Result(path, step, found, "export" if exported else "checkpoint")
     with progress_bar(path) as progress:
         report = verify_source(source, progress)
+    if exported:
+        report = _as_read(path, report)
     if not report.ok and _vanished(path):
         return None
-    return _Result(path, source.step, report)
+    return _Result(path, source.step, report, "export" if exported else "checkpoint")
+
+
+def _as_read(path: str, report: VerifyReport | None) -> VerifyReport:
+    """What a reader of the export would find wrong, behind what ``report`` has found; of each damaged file once."""
+    if report is None:
+        sizes = _sizes_below(path)
+        report = VerifyReport(ok=True, files=len(sizes), nbytes=sum(sizes), checksummed=False, problems=())
+    told = {problem.path for problem in report.problems}
+    problems = (*report.problems, *(problem for problem in verify_export(path) if problem.path not in told))
+    return replace(report, ok=not problems, problems=problems)
+
+
+def _sizes_below(path: str) -> list[int]:
+    sizes = []
+    for parent, _, names in os.walk(path):
+        for name in names:
+            try:
+                sizes.append(os.lstat(os.path.join(parent, name)).st_size)
+            except OSError:
+                continue
+    return sizes
 
 
 def _vanished(path: str) -> bool:
@@ -99,7 +135,8 @@ def _vanished(path: str) -> bool:
 
 def _print(result: _Result) -> None:
     report = result.report
-    checked = "" if report.checksummed else ", which has no checksums: only missing bytes would show"
+    shows = "what an index and headers tell" if result.kind == "export" else "missing bytes"
+    checked = "" if report.checksummed else f", which has no checksums: only {shows} would show"
     verdict = "fine" if report.ok else f"WRONG, {len(report.problems)} problems"
     typer.echo(f"{shown(result.path)}: {verdict} ({report.files} files, {size_text(report.nbytes)}{checked})")
     for problem in report.problems:
@@ -111,6 +148,7 @@ def _document(result: _Result) -> dict[str, Any]:
     return {
         "path": result.path,
         "step": result.step,
+        "kind": result.kind,
         "ok": report.ok,
         "files": report.files,
         "nbytes": report.nbytes,
