@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 
 import hypothesis.strategies as st
@@ -44,7 +44,7 @@ def all_pairs(moves: list[Move] | tuple[Move, ...]) -> Pairs:
 def is_valid(move: Move) -> bool:
     """As `Move` promises: targets rise through the loops, each once."""
     targets = [target for target, _ in pairs(move)]
-    return all(a < b for a, b in zip(targets, targets[1:], strict=False)) and all(t > 0 for t in move.target_strides)
+    return all(a < b for a, b in pairwise(targets)) and all(t > 0 for t in move.target_strides)
 
 
 @st.composite
