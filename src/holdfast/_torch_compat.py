@@ -196,6 +196,30 @@ def memory_format_encoding_type() -> Any:
     return _MEM_FORMAT_ENCODING
 
 
+# tensors that hold no data -------------------------------------------------------------------------------------
+
+# What DTensor and every quantized tensor are made with: private by name, kept since torch 1.12. If it goes, a tensor of
+# the meta device under a dispatch mode can stand in, at the price of a device that user code may ask for.
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+"""As a class's ``__torch_function__``: calls reach its ``__torch_dispatch__`` as operations of aten, and only there."""
+
+DispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
+"""The base of context managers whose ``__torch_dispatch__`` sees every operation of aten on this thread."""
+
+
+def without_data(kind: type[torch.Tensor], like: torch.Tensor) -> Any:
+    """A tensor of the subclass ``kind``, on the CPU by its looks, with ``like``'s sizes and strides and no memory."""
+    return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        kind,
+        like.shape,
+        strides=like.stride(),
+        storage_offset=like.storage_offset(),
+        dtype=like.dtype,
+        device=torch.device("cpu"),
+        requires_grad=False,
+    )
+
+
 # looking at many tensors ---------------------------------------------------------------------------------------
 
 
