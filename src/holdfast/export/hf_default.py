@@ -1,0 +1,224 @@
+"""The default key map: what ``save_pretrained`` of the model would write, asked of `transformers` and not rewritten.
+
+Names that are left out (``_keys_to_ignore_on_save``), which of several tied names stays, and the layout on disk where
+that in memory is another (experts fused in memory and one by one on disk, renamed parts of vision-language models) are
+what the installed `transformers` says: its own functions run on stand-ins. An adapter of `peft` is its adapter only, in
+PEFT's layout. A module that is neither is exported under its own names.
+
+Guarantees: changes nothing in the model and reads no weight. What `transformers` would refuse to save is a
+`ConfigError`.
+Assumes: names are those of the model's ``state_dict``.
+Does not: import `transformers` or `peft` unless the program has; write config files.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections import defaultdict
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import nn
+
+from holdfast import _torch_compat as compat
+from holdfast.errors import ConfigError
+from holdfast.export.rules import Notes, listed, note_tied
+from holdfast.export.tracing import run_on_stand_ins
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    StateDict = dict[str, torch.Tensor]
+
+# Attributes that `save_pretrained` itself goes by. They are private by name; a version without one says "no".
+_IGNORED: Final = "_keys_to_ignore_on_save"
+_HAS_ADAPTER: Final = "_hf_peft_config_loaded"
+
+
+@dataclass(frozen=True, slots=True)
+class HFDefault:
+    """What ``save_pretrained`` does to the state of a `transformers` model: the map that is used where none is given.
+
+    As the first of several rules it brings the state into the layout on disk, which the others then change.
+    """
+
+    def applied_to(self, state: StateDict, notes: Notes) -> StateDict:
+        model = unwrapped(notes.model)
+        if is_peft_model(model):
+            return _adapter_only(state, notes, lambda given: _peft_state(model, given))
+        if not is_pretrained(model):
+            return dict(state)
+        _check_names(model, state)
+        if getattr(model, _HAS_ADAPTER, False):
+            return _adapter_only(state, notes, lambda given: _adapter_state(model, given))
+        if getattr(model, "hf_quantizer", None) is not None:
+            raise ConfigError(
+                f"key_map: {type(model).__name__} is quantized, and transformers stores its tensors in a way of the "
+                "quantizer's own. Pass a key map that says what becomes of each",
+                field="key_map",
+            )
+        kept = _without_ignored(model, state, notes)
+        kept = _without_tied(model, kept, notes)
+        return run_on_stand_ins(lambda given: _on_disk(model, given), kept, shown="transformers' conversion table")
+
+
+def unwrapped(model: Any) -> Any:
+    """The module inside ``torch.compile`` and data-parallel wrappers."""
+    while isinstance(model, nn.Module):
+        if compat.is_compiled_module(model):
+            model = getattr(model, compat.COMPILED_MODULE)
+        elif isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            model = model.module
+        else:
+            break
+    return model
+
+
+def is_pretrained(model: object) -> bool:
+    """Whether it is a model of `transformers`; importing that is left to the program."""
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    return kind is not None and isinstance(model, kind)
+
+
+def is_peft_model(model: object) -> bool:
+    """Whether it is a model that `peft` has wrapped."""
+    kind = getattr(sys.modules.get("peft"), "PeftModel", None)
+    return kind is not None and isinstance(model, kind)
+
+
+def saves_adapter_only(model: object) -> bool:
+    """Whether ``save_pretrained`` of ``model`` writes adapter weights only (``adapter_model.safetensors``)."""
+    model = unwrapped(model)
+    return is_peft_model(model) or (is_pretrained(model) and bool(getattr(model, _HAS_ADAPTER, False)))
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """Groups of names of parameters and buffers of ``model`` that are one tensor in memory, in the model's order."""
+    groups: dict[Any, list[str]] = defaultdict(list)
+    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, tensor in named:
+            groups[_memory_of(tensor)].append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def _memory_of(tensor: torch.Tensor) -> Any:
+    local = compat.local_tensor(tensor)
+    if not compat.is_plain(local) or local.is_meta or not local.numel() or not local.untyped_storage().data_ptr():
+        return id(tensor)
+    return local.device, local.data_ptr(), tuple(tensor.shape), local.stride(), tensor.dtype
+
+
+def _check_names(model: Any, state: StateDict) -> None:
+    expected = {name for name, _ in _saved_names(model)}
+    unknown = [name for name in state if name not in expected]
+    missing = [name for name in expected if name not in state]
+    if unknown or missing:
+        what = [f"it has no {listed(unknown)}"] if unknown else []
+        what += [f"the state lacks its {listed(sorted(missing))}"] if missing else []
+        raise ConfigError(
+            f"key_map: the names of the state are not those of {type(model).__name__}: {'; '.join(what)}. Pass a key "
+            "map that says what becomes of each",
+            field="key_map",
+        )
+
+
+def _saved_names(model: Any) -> list[tuple[str, object]]:
+    with torch.no_grad():
+        return list(model.state_dict().items())
+
+
+def _without_ignored(model: Any, state: StateDict, notes: Notes) -> StateDict:
+    ignored = set(getattr(model, _IGNORED, None) or ())
+    for name in ignored & state.keys():
+        notes.drop(state[name])
+    return {name: tensor for name, tensor in state.items() if name not in ignored}
+
+
+def _without_tied(model: Any, state: StateDict, notes: Notes) -> StateDict:
+    """Without the tied names that `transformers` leaves out: its own function decides on tensors tied the same way."""
+    groups = [[name for name in group if name in state] for group in notes.tied]
+    groups = [group for group in groups if len(group) > 1]
+    if not groups:
+        return state
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    small: StateDict = {name: torch.zeros(1) for name in state}
+    for group in groups:
+        small.update(dict.fromkeys(group, small[group[0]]))
+    try:
+        kept = set(remove_tied_weights_from_state_dict(small, model))
+    except RuntimeError as error:
+        raise ConfigError(
+            f"key_map: transformers can't save {type(model).__name__}: {error}", field="key_map"
+        ) from error
+    for group in groups:
+        stays = next(name for name in group if name in kept)
+        for name in group:
+            if name not in kept:
+                note_tied(notes, state[name], state[stays])
+                notes.aliases[name] = stays
+    return {name: tensor for name, tensor in state.items() if name in kept}
+
+
+def _on_disk(model: Any, state: StateDict) -> Any:
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # before transformers 5, names and layout are the same in memory and on disk
+        return state
+    return revert_weight_conversion(model, state)
+
+
+# adapters ------------------------------------------------------------------------------------------------------
+
+
+def _adapter_only(state: StateDict, notes: Notes, select: Callable[[StateDict], Any]) -> StateDict:
+    kept = run_on_stand_ins(select, state, shown="peft's selection of adapter weights")
+    chosen = {id(tensor) for tensor in kept.values()}
+    for tensor in state.values():
+        if id(tensor) not in chosen:
+            notes.drop(tensor)
+    if not kept:
+        raise ConfigError("key_map: the model's adapter has no weights of its own to export", field="key_map")
+    return kept
+
+
+def _peft_state(model: Any, state: StateDict) -> Any:
+    """As ``PeftModel.save_pretrained`` selects them."""
+    active = getattr(model, "active_adapters", None)
+    return _selected(model, _one_adapter([model.active_adapter] if active is None else active), state)
+
+
+def _adapter_state(model: Any, state: StateDict) -> Any:
+    """As ``PreTrainedModel.save_pretrained`` does for a model with an adapter inside: under PEFT's prefix."""
+    selected = _selected(model, _one_adapter(model.active_adapters()), state)
+    return {f"base_model.model.{name}": tensor for name, tensor in selected.items()}
+
+
+def _selected(model: Any, adapter: str, state: StateDict) -> Any:
+    """PEFT's own choice, except that it is kept from asking the Hub for the base model's vocabulary size."""
+    embeddings = import_module("peft.utils.other").EMBEDDING_LAYER_NAMES
+    config = model.peft_config[adapter]
+    targets, base = getattr(config, "target_modules", None), getattr(config, "base_model_name_or_path", None)
+    decides_here = not base or os.path.isdir(base) or any(name in (targets or ()) for name in embeddings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns that it saves embeddings which are targets: as it should
+        return import_module("peft").get_peft_model_state_dict(
+            model,
+            state_dict=state,
+            adapter_name=adapter,
+            save_embedding_layers="auto" if decides_here else False,
+        )
+
+
+def _one_adapter(active: Sequence[str]) -> str:
+    names = list(active)
+    if len(names) != 1:
+        raise ConfigError(
+            f"key_map: {len(names)} adapters are active ({listed(names)}); an export is of one: call `set_adapter`",
+            field="key_map",
+        )
+    return names[0]
