@@ -121,6 +121,21 @@ def is_fsdp2_module(module: nn.Module) -> bool:
     return fsdp2 is not None and isinstance(module, fsdp2)
 
 
+def class_without_fsdp2(module: nn.Module) -> type[nn.Module]:
+    """The class ``module`` had before ``fully_shard`` replaced it by one of its own making."""
+    fsdp2 = _loaded("torch.distributed.fsdp", "FSDPModule")
+    kinds = type(module).__mro__
+    return next(kind for kind in kinds if fsdp2 is None or not issubclass(kind, fsdp2))
+
+
+def twin(module: nn.Module, kind: type[nn.Module], children: dict[str, nn.Module | None]) -> nn.Module:
+    """A module of class ``kind`` with other children, and else with all that ``module`` has: the same, no copies."""
+    made: nn.Module = kind.__new__(kind)
+    made.__dict__.update(module.__dict__)
+    made.__dict__["_modules"] = children
+    return made
+
+
 def fsdp2_is_sharded(module: nn.Module) -> bool:
     """Whether an FSDP2 module has its sharded parameters registered: what is saved and what the optimizer holds."""
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
@@ -203,13 +218,21 @@ def memory_format_encoding_type() -> Any:
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 """As a class's ``__torch_function__``: calls reach its ``__torch_dispatch__`` as operations of aten, and only there."""
 
-DispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
-"""The base of context managers whose ``__torch_dispatch__`` sees every operation of aten on this thread."""
+_DispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
+
+
+class DispatchMode(_DispatchMode):  # type: ignore[misc]
+    """The base of context managers whose ``__torch_dispatch__`` sees every operation of aten on this thread."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # To be skipped, torch imports its compiler with the first operation: two seconds, and nothing is compiled here.
+        return False
 
 
 def without_data(kind: type[torch.Tensor], like: torch.Tensor) -> Any:
     """A tensor of the subclass ``kind``, on the CPU by its looks, with ``like``'s sizes and strides and no memory."""
-    return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    return torch.Tensor._make_wrapper_subclass(
         kind,
         like.shape,
         strides=like.stride(),

@@ -11,6 +11,7 @@ import torch
 from _export_models import MODELS, executed, sources_of, tiny_model
 from safetensors import safe_open
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from holdfast.errors import ConfigError
 from holdfast.export import Cast, Drop, Fp8, HFDefault, Rename
@@ -152,6 +153,9 @@ def test_wrappers_are_looked_through() -> None:
     plain = compile_key_map(None, sources, model=model)
     assert compile_key_map(None, sources, model=torch.compile(model, backend="eager")) == plain
     assert compile_key_map(None, sources, model=nn.DataParallel(model)) == plain
+    for layer in range(2):
+        model.model.layers[layer] = torch.compile(checkpoint_wrapper(model.model.layers[layer]), backend="eager")
+    assert compile_key_map(None, sources, model=model) == plain
 
 
 def test_other_modules_keep_their_names() -> None:

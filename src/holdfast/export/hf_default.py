@@ -30,7 +30,7 @@ from holdfast.export.rules import Notes, listed, note_tied
 from holdfast.export.tracing import run_on_stand_ins
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     StateDict = dict[str, torch.Tensor]
 
@@ -52,6 +52,7 @@ class HFDefault:
             return _adapter_only(state, notes, lambda given: _peft_state(model, given))
         if not is_pretrained(model):
             return dict(state)
+        model = bare(model)
         _check_names(model, state)
         if getattr(model, _HAS_ADAPTER, False):
             return _adapter_only(state, notes, lambda given: _adapter_state(model, given))
@@ -67,15 +68,36 @@ class HFDefault:
 
 
 def unwrapped(model: Any) -> Any:
-    """The module inside ``torch.compile`` and data-parallel wrappers."""
+    """The module inside ``torch.compile``, data-parallel and activation-checkpoint wrappers."""
     while isinstance(model, nn.Module):
         if compat.is_compiled_module(model):
             model = getattr(model, compat.COMPILED_MODULE)
         elif isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             model = model.module
+        elif compat.CHECKPOINT_WRAPPED in compat.children_of(model):
+            model = getattr(model, compat.CHECKPOINT_WRAPPED)
         else:
             break
     return model
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """``model`` as it was made: a tree of twins without wrappers, of the classes from before ``fully_shard``.
+
+    `transformers` looks conversions up by class and where that is defined, and names scopes by modules.
+    """
+    twins: dict[int, nn.Module] = {}
+
+    def twin_of(module: nn.Module) -> nn.Module:
+        module = unwrapped(module)
+        if id(module) not in twins:
+            children = {
+                name: None if child is None else twin_of(child) for name, child in compat.children_of(module).items()
+            }
+            twins[id(module)] = compat.twin(module, compat.class_without_fsdp2(module), children)
+        return twins[id(module)]
+
+    return twin_of(model)
 
 
 def is_pretrained(model: object) -> bool:
@@ -98,6 +120,7 @@ def saves_adapter_only(model: object) -> bool:
 
 def tied_names(model: nn.Module) -> list[list[str]]:
     """Groups of names of parameters and buffers of ``model`` that are one tensor in memory, in the model's order."""
+    model = bare(model)
     groups: dict[Any, list[str]] = defaultdict(list)
     for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
         for name, tensor in named:
@@ -113,7 +136,7 @@ def _memory_of(tensor: torch.Tensor) -> Any:
 
 
 def _check_names(model: Any, state: StateDict) -> None:
-    expected = {name for name, _ in _saved_names(model)}
+    expected = set(_saved_names(model))
     unknown = [name for name in state if name not in expected]
     missing = [name for name in expected if name not in state]
     if unknown or missing:
@@ -126,9 +149,14 @@ def _check_names(model: Any, state: StateDict) -> None:
         )
 
 
-def _saved_names(model: Any) -> list[tuple[str, object]]:
-    with torch.no_grad():
-        return list(model.state_dict().items())
+def _saved_names(model: nn.Module) -> Iterator[str]:
+    """The names of ``model.state_dict()``, without calling it: it runs hooks of the user's and of FSDP's."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        transient = compat.transient_buffers_of(module)
+        for table in (compat.parameters_of(module), compat.buffers_of(module)):
+            for name, tensor in table.items():
+                if tensor is not None and name not in transient:
+                    yield f"{prefix}.{name}" if prefix else name
 
 
 def _without_ignored(model: Any, state: StateDict, notes: Notes) -> StateDict:

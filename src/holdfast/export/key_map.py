@@ -86,9 +86,9 @@ def compile_key_map(
 
 def _tied(tied: Sequence[Sequence[str]], sources: Sources, model: Any) -> list[list[str]]:
     if not tied and isinstance(model, torch.nn.Module):
-        from holdfast.export.hf_default import tied_names, unwrapped
+        from holdfast.export.hf_default import tied_names
 
-        tied = tied_names(unwrapped(model))
+        tied = tied_names(model)
     groups = [[name for name in group if name in sources] for group in tied]
     return [group for group in groups if len(group) > 1]
 

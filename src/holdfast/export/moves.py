@@ -162,6 +162,11 @@ def inverted(move: Move, name: str) -> list[Move]:
     return _nested(name, move.source_offset, move.target_offset, loops)
 
 
+def with_source(move: Move, source: str) -> Move:
+    """The same from a source of another name."""
+    return Move(source, move.counts, move.target_offset, move.target_strides, move.source_offset, move.source_strides)
+
+
 def _by_target(move: Move) -> Walk:
     loops = tuple((count, source, target, None) for count, target, source in move.loops)
     return Walk(move.source_offset, 0, move.target_offset, 0, loops)

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
 
 from holdfast.errors import ConfigError
+from holdfast.export.moves import with_source
 from holdfast.export.stand_ins import StandIn, origin, read
 from holdfast.export.tracing import cast as cast_by_rule
 
@@ -227,7 +228,7 @@ def elements_of(tensor: StandIn, tied: Sequence[Sequence[str]]) -> Any:
     """What two tensors have equal exactly if they are the same elements in the same order."""
     first = {name: group[0] for group in tied for name in group}
     moves = ((move, first.get(origin(move.source)[0], origin(move.source)[0])) for move in read(tensor))
-    parts = tuple((name, origin(move.source)[1][1:], replace(move, source="")) for move, name in moves)
+    parts = tuple((name, origin(move.source)[1][1:], with_source(move, "")) for move, name in moves)
     return tuple(tensor.shape), tensor.dtype, repr(parts) if tensor.numel() else id(tensor)
 
 

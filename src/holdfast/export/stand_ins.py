@@ -19,7 +19,7 @@ from holdfast import _torch_compat as compat
 from holdfast.boxes import strides as row_major
 from holdfast.dtypes import ITEMSIZE
 from holdfast.errors import ConfigError
-from holdfast.export.moves import Move, coalesced, inverted, retargeted, run, through, without
+from holdfast.export.moves import Move, coalesced, inverted, retargeted, run, through, with_source, without
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -78,7 +78,7 @@ class Memory:
                 step = only.source_strides[0]
                 offset = only.source_offset + (view.source_offset - only.target_offset) * step
                 steps = tuple(stride * step for stride in view.source_strides)
-                return [replace(view, source=only.source, source_offset=offset, source_strides=steps)]
+                return [Move(only.source, view.counts, view.target_offset, view.target_strides, offset, steps)]
         return [
             part
             for move in moves
@@ -213,7 +213,7 @@ def put(geometry: torch.Tensor, memory: Memory, moves: Iterable[Move], came_from
 def _cast(moves: Iterable[Move], before: str, after: str) -> list[Move]:
     if before == after:
         return list(moves)
-    return [replace(move, source=f"{move.source}/{after}") for move in moves]
+    return [with_source(move, f"{move.source}/{after}") for move in moves]
 
 
 def origin(source: str) -> tuple[str, list[str]]:

@@ -15,14 +15,13 @@ Does not: know safetensors, transformers, or what may be dropped.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
 from holdfast import _torch_compat as compat
 from holdfast.errors import ConfigError
-from holdfast.export.moves import coalesced
+from holdfast.export.moves import coalesced, with_source
 from holdfast.export.operations import made_without_data
 from holdfast.export.stand_ins import SUPPORTED, StandIn, copied, dispatch, origin, read, stand_in
 
@@ -96,7 +95,7 @@ def run_on_stand_ins(function: Callable[[StateDict], Any], state: StateDict, sho
     return dict(result)
 
 
-class _Factories(compat.DispatchMode):  # type: ignore[misc]
+class _Factories(compat.DispatchMode):
     """While entered, ``torch.empty`` and the like make stand-ins that can be filled from stand-ins."""
 
     def __torch_dispatch__(
@@ -140,7 +139,7 @@ def traced(name: str, tensor: torch.Tensor, dtype: str | None = None) -> TracedT
     own = tensor.memory.dtype
     for source in dict.fromkeys(move.source for move in marked):
         _check_casts(name, source, own if dtype is None else dtype)
-    moves = tuple(replace(move, source=origin(move.source)[0]) for move in marked)
+    moves = tuple(with_source(move, origin(move.source)[0]) for move in marked)
     return TracedTensor(name, tuple(tensor.shape), own if dtype is None else dtype, moves)
 
 
