@@ -131,6 +131,48 @@ def test_what_transformers_would_not_save_is_refused() -> None:
         compile_key_map(None, sources_of(model.state_dict()), model=model)
 
 
+@pytest.mark.parametrize("lacking", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_a_state_with_one_name_for_tied_weights_is_enough(lacking: str, tmp_path: Path) -> None:
+    model = tiny_model("llama-tied")
+    state = model.state_dict()
+    del state[lacking]
+    got = executed(compile_key_map(None, sources_of(state), model=model), state)
+    expected = written(model, tmp_path)
+    assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_the_order_is_the_models_whatever_that_of_the_state() -> None:
+    model = tiny_model("llama")
+    sources = sources_of(model.state_dict())
+    turned = dict(reversed(sources.items()))
+    assert compile_key_map(None, turned, model=model) == compile_key_map(None, sources, model=model)
+
+
+class Composite(nn.Module):
+    """A vision tower and a language model of `transformers`, and a projector that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = tiny_model("llava").model.vision_tower
+        self.projector = nn.Linear(32, 32)
+        self.language = tiny_model("qwen3-moe")
+        self.small = tiny_model("llama-tied")
+
+
+def test_parts_of_a_composite_are_as_each_is_saved(tmp_path: Path) -> None:
+    composite = Composite()
+    state = composite.state_dict()
+    mapping = compile_key_map(None, sources_of(state), model=composite)
+    got = executed(mapping, state)
+    expected = {f"projector.{name}": tensor for name, tensor in composite.projector.state_dict().items()}
+    for part in ("tower", "language", "small"):
+        saved = written(getattr(composite, part), tmp_path / part)
+        expected |= {f"{part}.{name}": tensor for name, tensor in saved.items()}
+    assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in expected)
+    assert mapping.aliases == {"small.lm_head.weight": "small.model.embed_tokens.weight"}
+    assert list(dict.fromkeys(name.split(".")[0] for name in got)) == ["tower", "projector", "language", "small"]
+
+
 def test_ignored_names_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = tiny_model("llama")
     monkeypatch.setattr(model, "_keys_to_ignore_on_save", ["model.norm.weight", "not there"], raising=False)

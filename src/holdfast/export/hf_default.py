@@ -26,7 +26,7 @@ from torch import nn
 
 from holdfast import _torch_compat as compat
 from holdfast.errors import ConfigError
-from holdfast.export.rules import Notes, listed, note_tied
+from holdfast.export.rules import Named, Notes, listed, note_tied
 from holdfast.export.tracing import run_on_stand_ins
 
 if TYPE_CHECKING:
@@ -43,28 +43,52 @@ _HAS_ADAPTER: Final = "_hf_peft_config_loaded"
 class HFDefault:
     """What ``save_pretrained`` does to the state of a `transformers` model: the map that is used where none is given.
 
-    As the first of several rules it brings the state into the layout on disk, which the others then change.
+    Of a module that has such models as parts, each part's tensors are treated so, under the part's prefix. As the first
+    of several rules it brings the state into the layout on disk, which the others then change.
     """
 
     def applied_to(self, state: StateDict, notes: Notes) -> StateDict:
         model = unwrapped(notes.model)
         if is_peft_model(model):
             return _adapter_only(state, notes, lambda given: _peft_state(model, given))
-        if not is_pretrained(model):
-            return dict(state)
-        model = bare(model)
-        _check_names(model, state)
-        if getattr(model, _HAS_ADAPTER, False):
-            return _adapter_only(state, notes, lambda given: _adapter_state(model, given))
-        if getattr(model, "hf_quantizer", None) is not None:
-            raise ConfigError(
-                f"key_map: {type(model).__name__} is quantized, and transformers stores its tensors in a way of the "
-                "quantizer's own. Pass a key map that says what becomes of each",
-                field="key_map",
-            )
-        kept = _without_ignored(model, state, notes)
-        kept = _without_tied(model, kept, notes)
-        return run_on_stand_ins(lambda given: _on_disk(model, given), kept, shown="transformers' conversion table")
+        made = Named(self)
+        parts = dict(_pretrained_parts(bare(model))) if isinstance(model, nn.Module) else {}
+        left = dict(parts)
+        for name, tensor in state.items():
+            prefix = next((prefix for prefix in parts if name.startswith(prefix)), None)
+            if prefix is None:
+                made.add(name, tensor, name)
+            elif prefix in left:
+                inner = {key.removeprefix(prefix): one for key, one in state.items() if key.startswith(prefix)}
+                for key, one in _as_saved(left.pop(prefix), inner, notes, prefix).items():
+                    made.add(prefix + key, one, name)
+        return made.state
+
+
+def _pretrained_parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The prefix of names of each model of `transformers` that is in no other one, and the model."""
+    if is_pretrained(module):
+        yield prefix, module
+        return
+    for name, child in module.named_children():
+        yield from _pretrained_parts(child, f"{prefix}{name}.")
+
+
+def _as_saved(model: Any, state: StateDict, notes: Notes, prefix: str) -> StateDict:
+    """What ``model.save_pretrained`` makes of its state; ``prefix`` is before its names in the state of all."""
+    tied = [[name.removeprefix(prefix) for name in group if name.startswith(prefix)] for group in notes.tied]
+    state = _in_models_order(model, state, tied)
+    if getattr(model, _HAS_ADAPTER, False):
+        return _adapter_only(state, notes, lambda given: _adapter_state(model, given))
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ConfigError(
+            f"key_map: {type(model).__name__} is quantized, and transformers stores its tensors in a way of the "
+            "quantizer's own. Pass a key map that says what becomes of each",
+            field="key_map",
+        )
+    kept = _without_ignored(model, state, notes)
+    kept = _without_tied(model, kept, notes, tied)
+    return run_on_stand_ins(lambda given: _on_disk(model, given), kept, shown="transformers' conversion table")
 
 
 def unwrapped(model: Any) -> Any:
@@ -135,18 +159,21 @@ def _memory_of(tensor: torch.Tensor) -> Any:
     return local.device, local.data_ptr(), tuple(tensor.shape), local.stride(), tensor.dtype
 
 
-def _check_names(model: Any, state: StateDict) -> None:
-    expected = set(_saved_names(model))
-    unknown = [name for name in state if name not in expected]
-    missing = [name for name in expected if name not in state]
+def _in_models_order(model: Any, state: StateDict, tied: Sequence[Sequence[str]]) -> StateDict:
+    """``state`` as ``model.state_dict()`` has it: in its order, and with all names where some are tied."""
+    expected = list(_saved_names(model))
+    standing = {name: other for group in tied for name in group for other in group if other in state}
+    unknown = [name for name in state if name not in set(expected)]
+    missing = [name for name in expected if name not in state and name not in standing]
     if unknown or missing:
         what = [f"it has no {listed(unknown)}"] if unknown else []
-        what += [f"the state lacks its {listed(sorted(missing))}"] if missing else []
+        what += [f"the state lacks its {listed(missing)}"] if missing else []
         raise ConfigError(
             f"key_map: the names of the state are not those of {type(model).__name__}: {'; '.join(what)}. Pass a key "
             "map that says what becomes of each",
             field="key_map",
         )
+    return {name: state[name] if name in state else state[standing[name]] for name in expected}
 
 
 def _saved_names(model: nn.Module) -> Iterator[str]:
@@ -166,9 +193,9 @@ def _without_ignored(model: Any, state: StateDict, notes: Notes) -> StateDict:
     return {name: tensor for name, tensor in state.items() if name not in ignored}
 
 
-def _without_tied(model: Any, state: StateDict, notes: Notes) -> StateDict:
+def _without_tied(model: Any, state: StateDict, notes: Notes, tied: Sequence[Sequence[str]]) -> StateDict:
     """Without the tied names that `transformers` leaves out: its own function decides on tensors tied the same way."""
-    groups = [[name for name in group if name in state] for group in notes.tied]
+    groups = [[name for name in group if name in state] for group in tied]
     groups = [group for group in groups if len(group) > 1]
     if not groups:
         return state
@@ -180,15 +207,13 @@ def _without_tied(model: Any, state: StateDict, notes: Notes) -> StateDict:
     try:
         kept = set(remove_tied_weights_from_state_dict(small, model))
     except RuntimeError as error:
-        raise ConfigError(
-            f"key_map: transformers can't save {type(model).__name__}: {error}", field="key_map"
-        ) from error
+        shown = type(model).__name__
+        raise ConfigError(f"key_map: transformers can't save {shown}: {error}", field="key_map") from error
     for group in groups:
         stays = next(name for name in group if name in kept)
         for name in group:
             if name not in kept:
                 note_tied(notes, state[name], state[stays])
-                notes.aliases[name] = stays
     return {name: tensor for name, tensor in state.items() if name in kept}
 
 

@@ -89,8 +89,7 @@ def _tied(tied: Sequence[Sequence[str]], sources: Sources, model: Any) -> list[l
         from holdfast.export.hf_default import tied_names
 
         tied = tied_names(model)
-    groups = [[name for name in group if name in sources] for group in tied]
-    return [group for group in groups if len(group) > 1]
+    return [list(group) for group in tied if any(name in sources for name in group)]
 
 
 def _check_dtype(dtype: Any) -> None:
