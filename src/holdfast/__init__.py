@@ -12,6 +12,7 @@ from holdfast._version import __version__
 
 if TYPE_CHECKING:
     from holdfast import dcp as dcp
+    from holdfast import export as export
     from holdfast.api import async_save, load, open, save  # noqa: A004
     from holdfast.checkpoint import Checkpoint, TensorInfo, VerifyReport
     from holdfast.config import CheckpointConfig
@@ -97,6 +98,7 @@ __all__ = [
     "add_hook",
     "async_save",
     "dcp",
+    "export",
     "load",
     "open",
     "save",
@@ -105,8 +107,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "dcp":
-        return import_module("holdfast.dcp")
+    if name in ("dcp", "export"):
+        return import_module(f"holdfast.{name}")
     if name not in _WHERE:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
     value = getattr(import_module(_WHERE[name]), name)

@@ -362,6 +362,7 @@ def test_a_sequence_of_forms(state: State) -> None:
         (SplitExperts("norm", "{}", dim=1), "`model.layers.0.norm.weight` of shape (6,) has no dimension 1"),
         (Split("embed", ("a", "b"), sizes=(5, 5)), "12 in dimension 0, which isn't 1 x 5 + 5: pieces would be missing"),
         (Split("embed", ("a", "b"), dim=1, groups=4), "pieces would be missing"),
+        (Split("embed", ("a", "b"), sizes=(8, 8)), "pieces would overlap"),
         (Split("embed", ("a", "a")), "both become `model.a.weight`"),
         (Fuse(("wq", "wz"), "x"), "no tensor's name matches 'wz'"),
         (Fuse(("head", "embed"), "x"), "`model.x.weight` lacks ['head']: there are `model.embed.weight`"),

@@ -161,7 +161,7 @@ class Split:
                 raise refused(
                     self,
                     f"`{name}` has {tensor.shape[dim]} in dimension {dim}, which isn't {self.groups} x "
-                    f"{' + '.join(map(str, sizes))}: pieces would be missing",
+                    f"{' + '.join(map(str, sizes))}: pieces would {'be missing' if sum(sizes) <= whole else 'overlap'}",
                 )
             grouped = _grouped(tensor, dim, self.groups) if self.groups > 1 else tensor
             parts = torch.split_with_sizes(grouped, list(sizes), dim + (self.groups > 1))
