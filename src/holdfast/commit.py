@@ -39,12 +39,12 @@ from holdfast.format.manifest import (
     PLAN_NAME,
     AttemptPlan,
     ManifestReport,
-    encode_attempt_plan,
     encode_manifest,
     report_name,
 )
 from holdfast.news import Begun, CommitVote, End, News
 from holdfast.outcome import Aborted, AbortReason, InDoubt, Outcome, Published
+from holdfast.prewriting import make_attempt
 from holdfast.publish import clear_scaffolding, find_gap, finish_manifest, note_overwritten, publish, withdraw
 from holdfast.root import attempt_at, hidden_name, is_occupied
 from holdfast.transitions import Actor, State, advance
@@ -121,11 +121,11 @@ class Attempt:
     ) -> Attempt:
         """Begin an attempt; every rank calls it with the same ``key``, new for each attempt on this board.
 
-        Rank 0 passes ``plan`` and ``prewritten``, the files known beforehand (names without ``/``), which are durable
-        with the attempt directory when this returns there; or ``refusal``, why there is none. Other ranks wait for
-        that, at most ``deadlines.begin_s``, and make sure that they see the same directory. ``clock`` is monotonic, in
-        seconds; ``step`` and ``host`` are for messages; ``remove`` is handed what an attempt that could not begin has
-        left in the trash.
+        Rank 0 passes ``plan`` and ``prewritten``, the files known beforehand (an export's may lie one directory below),
+        which are durable with the attempt directory when this returns there; or ``refusal``, why there is none. Other
+        ranks wait for that, at most ``deadlines.begin_s``, and make sure that they see the same directory. ``clock`` is
+        monotonic, in seconds; ``step`` and ``host`` are for messages; ``remove`` is handed what an attempt that could
+        not begin has left in the trash.
 
         Raises what `AbortReason.error` gives, the same on every rank that could not begin: `CheckpointExists`,
         `ConfigError` (the root isn't shared), or `SaveFailed` with its cause.
@@ -215,12 +215,7 @@ class Attempt:
         try:
             self._refuse_occupied(plan)
             self._plan = plan = note_overwritten(storage, plan)
-            encoded = encode_attempt_plan(plan)
-            storage.make_dir(self.directory)
-            storage.write_file(f"{self.directory}/{PLAN_NAME}", encoded)
-            for name, data in prewritten.items():
-                storage.write_file(f"{self.directory}/{name}", data)
-            storage.sync_dir(self.directory)
+            encoded = make_attempt(storage, self.directory, plan, prewritten)
             note = Begun(self.id, self.name, self.step, self.directory, _nonce(encoded), self._seen_at)
             self._news.tell_begin(note)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this one

@@ -34,7 +34,7 @@ from holdfast.storage.reader_lease import to_be_deleted
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from holdfast.format.manifest import Manifest
+    from holdfast.format.manifest import Kind, Manifest
     from holdfast.storage.protocol import Storage
 
 _log = logging.getLogger("holdfast")
@@ -54,10 +54,11 @@ class Found:
     error: HoldfastError | None = None
 
 
-def oldest_first(storage: Storage, rows: Iterable[tuple[int | None, str]]) -> list[Found]:
+def oldest_first(storage: Storage, rows: Iterable[tuple[int | None, str]], *, kind: Kind = "checkpoint") -> list[Found]:
     """``rows`` (step, name) of a root in the order of ``lineage``, the newest last; what has vanished is left out.
 
-    For a step of None its manifest says which it is; what has none then is none.
+    And so is what isn't of this ``kind``: nobody resumes from an export. For a step of None its manifest says which it
+    is; what has none then is none.
     """
     found = []
     for known, name in rows:
@@ -65,6 +66,8 @@ def oldest_first(storage: Storage, rows: Iterable[tuple[int | None, str]]) -> li
             manifest = read_manifest(storage, name)
         except HoldfastError as error:
             found.append(Found(known or 0, name, error=error))
+            continue
+        if manifest is not None and manifest.kind != kind:
             continue
         step = manifest.step if known is None and manifest is not None else known
         if step is None:
@@ -81,12 +84,22 @@ def oldest_first(storage: Storage, rows: Iterable[tuple[int | None, str]]) -> li
 class Keeper:
     """The checkpoints of one root, as rank 0 of its manager looks after them.
 
-    ``held``: a step that retention leaves alone, beside those that are pinned. The run starts from nothing until
+    ``held``: a step that retention leaves alone, beside those that are pinned. ``kind``: exports are kept by another
+    one, and nothing of the other kind is looked at, whatever its name. The run starts from nothing until
     `resumed_from` says otherwise; what it resumed from stays until a successor is durable.
     """
 
-    def __init__(self, storage: Storage, name_template: str, keep: Keep | None, *, held: int | None = None) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        name_template: str,
+        keep: Keep | None,
+        *,
+        held: int | None = None,
+        kind: Kind = "checkpoint",
+    ) -> None:
         self._storage = storage
+        self._kind = kind
         self._template = name_template
         self._keep = keep
         self._held = held
@@ -112,7 +125,7 @@ class Keeper:
         storage, template = self._storage, self._template
         rows = sorted(published(storage, template) + foreign_steps(storage, template))
         if step is not None:
-            exact = [row for row in rows if row[0] == step]
+            exact = [row for row in rows if row[0] == step and self._is_ours(row[1])]
             if not exact:
                 have = ", ".join(str(number) for number, _ in rows) or "none"
                 raise CheckpointNotFound(
@@ -121,7 +134,7 @@ class Keeper:
                     step=step,
                 )
             return exact
-        found = oldest_first(storage, rows)
+        found = self._in_order(rows)
         resumable = [(row.step, row.name) for row in found if row.resumable]
         if found and not resumable:
             _log.warning(
@@ -135,8 +148,19 @@ class Keeper:
 
     def latest(self) -> int | None:
         """The newest published step, by the order of ``lineage``."""
-        found = oldest_first(self._storage, published(self._storage, self._template))
+        found = self._in_order(published(self._storage, self._template))
         return found[-1].step if found else None
+
+    def _in_order(self, rows: Iterable[tuple[int, str]]) -> list[Found]:
+        return oldest_first(self._storage, rows, kind=self._kind)
+
+    def _is_ours(self, name: str) -> bool:
+        """False for what is of another kind; what can't be read is ours: loading it will tell."""
+        try:
+            manifest = read_manifest(self._storage, name)
+        except HoldfastError:
+            return True
+        return manifest is None or manifest.kind == self._kind
 
     def is_resumable(self, name: str) -> bool:
         """Whether ``name`` holds a whole state; a manifest that can't be read counts: loading it will tell."""
@@ -181,7 +205,7 @@ class Keeper:
     def may_shed(self, step: int) -> bool:
         """Whether ``step`` may be replaced by its model alone: not pinned, and another is there to resume from."""
         with self._lock:
-            found = oldest_first(self._storage, published(self._storage, self._template))
+            found = self._in_order(published(self._storage, self._template))
             others = [row for row in found if row.resumable and row.error is None and row.step != step]
             if others and step not in Pins(self._storage).all():
                 return True
@@ -190,7 +214,7 @@ class Keeper:
         return False
 
     def _begin_lineage(self, step: int, in_flight: Collection[int]) -> Lineage:
-        found = oldest_first(self._storage, published(self._storage, self._template))
+        found = self._in_order(published(self._storage, self._template))
         origin = step - 1 if self._origin is None else self._origin
         known = [(row.step, row.lineage) for row in found if row.lineage is not None]
         lineage = lineage_from(known, origin, in_flight)
@@ -212,9 +236,9 @@ class Keeper:
                 manifest = read_manifest(storage, name)
             except CheckpointCorrupt:
                 return True  # nobody can load it, and nobody else writes manifests
-            if manifest is not None and manifest.step == step:
+            if manifest is not None and (manifest.step, manifest.kind) == (step, self._kind):
                 return True
-            why = "it is not a checkpoint that Holdfast made of this step; move it away"
+            why = f"it is not a {self._kind} that Holdfast made of this step; move it away"
         raise CheckpointExists(f"step {step}: {path} was left behind, but is never replaced: {why}", path=path)
 
     # What goes. --------------------------------------------------------------------------------------------------
@@ -262,7 +286,7 @@ class Keeper:
                     entries[name] = replace(known[1], pinned=step in pins)
                     continue
                 manifest = read_manifest(storage, name)
-                if manifest is None or attempt is None:
+                if manifest is None or attempt is None or manifest.kind != self._kind:
                     continue
                 self._entries_known[name] = (attempt, _entry_of(step, manifest))
             except (HoldfastError, ValueError) as error:

@@ -1,6 +1,6 @@
 """What a root holds, for people and scripts: checkpoints, and what is not one yet or any more. Torch-free.
 
-    published    a checkpoint; also pinned, latest, or only a model
+    published    a checkpoint; also pinned, latest, or only a model; or an export
     corrupt      its manifest can't be read, or is gone: nobody loads it
     stock        written by stock DCP: no manifest, no checksums
     in work      an attempt that a live save works on
@@ -26,7 +26,7 @@ from holdfast.storage.local import LocalStorage
 from holdfast.storage.lock import path_held_by, root_held_by
 
 if TYPE_CHECKING:
-    from holdfast.format.manifest import Manifest
+    from holdfast.format.manifest import Kind, Manifest
 
 EntryState = Literal["published", "corrupt", "stock", "in work", "left behind", "trash"]
 DEFAULT_TEMPLATE: Final = "step-{step}"
@@ -39,6 +39,7 @@ class RootEntry:
     name: str
     path: str
     state: EntryState
+    kind: Kind = "checkpoint"
     step: int | None = None
     nbytes: int | None = None
     created: str | None = None
@@ -124,13 +125,13 @@ def _checkpoints(storage: LocalStorage, names: list[str]) -> list[RootEntry]:
             )
         )
     known = {row.name for row in rows}
-    rows.extend(_without_step(storage, [name for _, name in ours if name not in known]))
+    rows.extend(_unordered(storage, [name for _, name in ours if name not in known]))
     return sorted(rows, key=lambda row: row.state != "corrupt")
 
 
-def _without_step(storage: LocalStorage, names: list[str]) -> list[RootEntry]:
-    """Checkpoints that were saved without a step: no order can be told for them."""
-    rows = []
+def _unordered(storage: LocalStorage, names: list[str]) -> list[RootEntry]:
+    """Checkpoints that were saved without a step, then exports: they have no place in the order of the others."""
+    rows: list[RootEntry] = []
     for name in names:
         manifest = _manifest(storage, name)
         if manifest is not None:
@@ -139,13 +140,15 @@ def _without_step(storage: LocalStorage, names: list[str]) -> list[RootEntry]:
                     name=name,
                     path=storage.path(name),
                     state="published",
+                    kind=manifest.kind,
+                    step=manifest.step,
                     nbytes=committed_bytes(manifest),
                     created=manifest.created,
                     world=manifest.world,
                     resumable=manifest.resumable,
                 )
             )
-    return rows
+    return sorted(rows, key=lambda row: (row.kind == "export", row.step or 0, row.name))
 
 
 def _corrupt_row(storage: LocalStorage, name: str, error: HoldfastError) -> RootEntry:

@@ -25,10 +25,11 @@ STOCK_PLACES: Final = ("", "model", "weights")
 """Where below its directory a stock checkpoint has its metadata, in one of the layouts that ``foreign`` knows."""
 
 
-def open_source(path: str) -> Source:
+def open_source(path: str, *, exports: bool = False) -> Source:
     """The checkpoint at ``path``; where that is a manager's root, its newest step.
 
-    Raises `CheckpointNotFound`, `CheckpointCorrupt`, `ConfigError` for a path that can't be one.
+    exports: open an export as well, which has files and checksums, and no tensors that its reports know of. Raises
+    `CheckpointNotFound`, `CheckpointCorrupt`, `ConfigError` for a path that can't be one.
     """
     if "://" in path:
         raise ConfigError(f"{path}: object stores are not in this release; give a directory", field="path")
@@ -36,7 +37,14 @@ def open_source(path: str) -> Source:
     if os.path.isfile(directory):
         raise ConfigError(f"{directory} is a file; a checkpoint is a directory", field="path")
     if os.path.lexists(os.path.join(directory, MANIFEST_NAME)):
-        return open_holdfast(directory)
+        source = open_holdfast(directory)
+        if source.manifest.kind == "export" and not exports:
+            raise ConfigError(
+                f"{directory} is an export, not a checkpoint: load it with from_pretrained, or give the checkpoint of "
+                f"step {source.step}",
+                field="path",
+            )
+        return source
     if lost_manifest(LocalStorage(os.path.dirname(directory)), os.path.basename(directory) or "."):
         raise no_manifest(os.path.join(directory, MANIFEST_NAME))
     if any(os.path.isfile(os.path.join(directory, below, METADATA_NAME)) for below in STOCK_PLACES):

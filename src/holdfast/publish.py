@@ -10,6 +10,7 @@ Does not: decide, verify, or remove anything but scaffolding.
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 from typing import TYPE_CHECKING, Final
 
@@ -17,6 +18,7 @@ import msgspec
 
 from holdfast.errors import CheckpointExists, OutcomeUnknown, StorageError
 from holdfast.format.manifest import PLAN_NAME, AttemptPlan, Manifest, ManifestReport, report_name
+from holdfast.format.parts import parts_digest, tiling_fault
 from holdfast.root import attempt_at, hidden_name, is_occupied
 from holdfast.storage.lease import LEASE_PREFIX
 
@@ -42,12 +44,18 @@ def find_gap(plan: AttemptPlan, reports: Sequence[ManifestReport]) -> str | None
     """What of ``plan`` the ``reports`` don't cover, in words; None when they cover all of it. Pure."""
     if len(reports) != plan.world or len(plan.planned) != plan.world:
         return f"{len(reports)} reports for {len(plan.planned)} planned ranks, expected {plan.world}"
-    for rank, (report, files) in enumerate(zip(reports, plan.planned, strict=True)):
+    fault = tiling_fault(itertools.chain.from_iterable(plan.parts))
+    if fault is not None:
+        return fault
+    parts_of_ranks = plan.parts or ((),) * plan.world
+    for rank, (report, files, parts) in enumerate(zip(reports, plan.planned, parts_of_ranks, strict=True)):
         if report.rank != rank or report.name != report_name(rank):
             return f"report {report.name!r} of rank {report.rank} where {report_name(rank)!r} was expected"
-        planned = sum(size for _, size in files)
+        planned = sum(size for _, size in files) + sum(part.size for part in parts)
         if report.nbytes != planned:
             return f"rank {rank} reported {report.nbytes} bytes, planned were {planned}"
+        if report.parts != parts_digest(parts):
+            return f"rank {rank} reported other parts of files than were planned for it"
     return None
 
 

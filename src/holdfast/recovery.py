@@ -6,8 +6,8 @@
     .trash        remove; a save announced as failed ends here and is never looked into
 
 Guarantees: an attempt is published only if its plan (or finished manifest) and every rank's report are there, every
-planned file has its size, and every extent its checksum; interrupted anywhere, the next call finishes the job; one
-attempt that can't be read keeps no other from being settled.
+planned file has its size, every byte of it is in one report, and every extent has its checksum; interrupted anywhere,
+the next call finishes the job; one attempt that can't be read keeps no other from being settled.
 Assumes: the caller holds the root's lock. An engine that still writes into an attempt does so by descriptor, and what
 it adds after the decision is in a directory that nobody publishes.
 Does not: touch anything published, except to give an interrupted overwrite its name back.
@@ -29,18 +29,19 @@ import xxhash
 from holdfast import events
 from holdfast.errors import CheckpointCorrupt, CheckpointExists, HoldfastError, StorageError
 from holdfast.format.manifest import (
-    EXTENT_BYTES,
     MANIFEST_NAME,
     PLAN_NAME,
     AttemptPlan,
     Manifest,
     ManifestReport,
+    Report,
     ReportFile,
     decode_attempt_plan,
     decode_report,
     encode_manifest,
     report_name,
 )
+from holdfast.format.parts import FilePart, gap_in, join, parts_digest, parts_in
 from holdfast.publish import (
     OVERWROTE,
     clear_scaffolding,
@@ -49,6 +50,7 @@ from holdfast.publish import (
     publish,
     rename_once,
 )
+from holdfast.rereading import find_bad_extent
 from holdfast.root import (
     HiddenEntry,
     attempt_at,
@@ -69,8 +71,6 @@ if TYPE_CHECKING:
     Claim = Callable[[str], contextlib.AbstractContextManager[object]]
 
 _log = logging.getLogger("holdfast.recovery")
-HASH_BYTES: Final = 256 << 10
-"""Hashed at a time."""
 VERIFY_THREADS: Final = 4
 """How many files of an attempt are read at once: every rank of the job waits for it."""
 MAX_REPORT_BYTES: Final = 1 << 30
@@ -323,7 +323,7 @@ class _Recovery:
     def _check_reports(self, directory: str, manifest: Manifest, plan: AttemptPlan | None) -> list[ManifestReport]:
         """Every rank's line for the manifest, with all its files read and right."""
         lines: list[ManifestReport] = []
-        found: list[tuple[ReportFile, ...]] = []  # without their indices: gigabytes of them at thousands of ranks
+        found: list[ReportFile] = []  # without their indices: gigabytes of them at thousands of ranks
         for rank in range(manifest.world):
             name = report_name(rank)
             data = self._read(f"{directory}/{name}", MAX_REPORT_BYTES)
@@ -333,19 +333,32 @@ class _Recovery:
                 raise _Unfinished(str(error)) from error
             if (report.attempt, report.rank, report.world) != (manifest.attempt, rank, manifest.world):
                 raise _Unfinished(f"{name} belongs to rank {report.rank} of {report.world}, attempt {report.attempt}")
-            held = {file.name: file.size for file in report.files}
-            if plan is not None and rank < len(plan.planned) and held != dict(plan.planned[rank]):
+            parts = parts_in(report.files)
+            if plan is not None and rank < len(plan.planned) and not _covers_planned(report, parts, plan):
                 raise _Unfinished(f"{name} doesn't cover the files planned for rank {rank}")
-            found.append(report.files)
+            if len(parts) != (len(report.files) if manifest.kind == "export" else 0):
+                raise _Unfinished(f"{name} isn't the report of {manifest.kind}s")
+            found.extend(report.files)
             nbytes = sum(file.size for file in report.files)
-            lines.append(ManifestReport(rank, name, len(data), xxhash.xxh3_128_hexdigest(data), nbytes))
+            digest = xxhash.xxh3_128_hexdigest(data)
+            lines.append(ManifestReport(rank, name, len(data), digest, nbytes, parts_digest(parts)))
+        self._check_files(directory, found)
+        return lines
+
+    def _check_files(self, directory: str, reported: Sequence[ReportFile]) -> None:
+        """Every file is there, as large as it must be, and every byte of it in one report and as that says."""
+        try:
+            files = join(reported)
+        except ValueError as error:
+            raise _Unfinished(str(error)) from error
+        gap = gap_in(files)
+        if gap:
+            raise _Unfinished(gap)
         # Sizes of all before bytes of any: a missing file is found without reading the others.
-        for of_rank in found:
-            for file in of_rank:
-                size = self.storage.size(f"{directory}/{file.name}")
-                if size != file.size:
-                    raise _Unfinished(f"{file.name} has {size} bytes, expected {file.size}")
-        files = [file for of_rank in found for file in of_rank]
+        for file in files:
+            size = self.storage.size(f"{directory}/{file.name}")
+            if size != file.size:
+                raise _Unfinished(f"{file.name} has {size} bytes, expected {file.size}")
         pool = ThreadPoolExecutor(VERIFY_THREADS, thread_name_prefix="holdfast-recovery")
         try:
             findings = pool.map(functools.partial(find_bad_extent, self.storage, directory), files)
@@ -354,7 +367,6 @@ class _Recovery:
                     raise _Unfinished(f"{file.name} is damaged in bytes {bad[0]} to {bad[1]}")
         finally:
             pool.shutdown(cancel_futures=True)
-        return lines
 
     def _roll_forward(self, manifest: Manifest, directory: str, entry: HiddenEntry) -> None:
         storage = self.storage
@@ -421,21 +433,8 @@ class _Recovery:
             self.removed.append(name)
 
 
-def find_bad_extent(storage: Storage, directory: str, file: ReportFile) -> tuple[int, int] | None:
-    """The byte range of the first extent of ``file`` below ``directory`` that doesn't have its checksum, or None."""
-    path = f"{directory}/{file.name}"
-    if len(file.extents) != 8 * -(-file.size // EXTENT_BYTES):
-        return 0, file.size
-    with contextlib.closing(storage.read_pieces(path, EXTENT_BYTES)) as pieces:
-        for index, start in enumerate(range(0, file.size, EXTENT_BYTES)):
-            end = min(start + EXTENT_BYTES, file.size)
-            piece = memoryview(next(pieces, b""))
-            hasher = xxhash.xxh3_64()
-            for offset in range(0, end - start, HASH_BYTES):
-                hasher.update(piece[offset : offset + HASH_BYTES])
-            if (
-                len(piece) < end - start
-                or hasher.intdigest().to_bytes(8, "little") != file.extents[8 * index : 8 * index + 8]
-            ):
-                return start, end
-    return None
+def _covers_planned(report: Report, parts: Sequence[FilePart], plan: AttemptPlan) -> bool:
+    """Whether ``report``, of which ``parts`` are parts of files, covers what was planned for its rank, and no more."""
+    whole = {file.name: file.size for file in report.files if file.total is None}
+    planned = plan.parts[report.rank] if plan.parts else ()
+    return whole == dict(plan.planned[report.rank]) and sorted(parts) == sorted(planned)

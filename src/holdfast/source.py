@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from holdfast.blaming import Blamer
 from holdfast.boxes import Box
+from holdfast.covered import covered_files
 from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, HoldfastError, StorageError
 from holdfast.format.dcp import StoredPlan, StoredRank, render_metadata
 from holdfast.format.manifest import (
@@ -32,22 +33,21 @@ from holdfast.format.manifest import (
     decode_manifest,
     decode_report,
     read_index,
-    report_name,
 )
 from holdfast.format.sealed import xxh3_128
 from holdfast.plan.read import StoredShard, StoredTensor
 from holdfast.root import MAX_MANIFEST_BYTES
-from holdfast.storage.descriptors import StoredFile
 from holdfast.storage.plain import open_plain
 from holdfast.storage.reading import FileSet
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping
 
     import torch
 
     from holdfast.plan.read import Transfer
     from holdfast.plan.structure import PathItem
+    from holdfast.storage.descriptors import StoredFile
 
 _log = logging.getLogger("holdfast")
 
@@ -128,6 +128,8 @@ class HoldfastSource:
 
     records: Final = None
     checksummed: Final = True
+    _covered: dict[str, StoredFile]
+    """Set with `_reports`."""
 
     def __init__(self, directory: str, *, step: int | None, world: int, manifest: Manifest | None = None) -> None:
         """``manifest``: None to have it read, and checked, when it is first asked for."""
@@ -178,27 +180,22 @@ class HoldfastSource:
             if isinstance(read, HoldfastError):
                 raise read
             found.append(read)
-        self._require_own_files(found)
+        # What lies in a file would be judged by another report than the one it is of, were it covered by two.
+        self._covered = covered_files(self.directory, self.manifest, (report for report, _ in found), all_there=True)
         return found
-
-    def _require_own_files(self, reads: Sequence[_Read]) -> None:
-        """No file is of two ranks, nor of the manifest and a rank: what lies in it would be judged by the other's."""
-        seen = {file.name for file in self.manifest.files}
-        for report, _ in reads:
-            for file in report.files:
-                if file.name in seen:
-                    path = os.path.join(self.directory, report_name(report.rank))
-                    raise CheckpointCorrupt(f"{path} covers {file.name}, which is another's", path=path)
-                seen.add(file.name)
 
     @cached_property
     def files(self) -> dict[str, StoredFile]:
-        return _files_of(self._reports)
+        _ = self._reports
+        return self._covered
 
     @property
     def readable_files(self) -> dict[str, StoredFile]:
         try:
-            return _files_of([read for read in self._found_reports if not isinstance(read, HoldfastError)])
+            reports = [read[0] for read in self._found_reports if not isinstance(read, HoldfastError)]
+            if len(reports) == len(self._found_reports):
+                return self.files
+            return covered_files(self.directory, self.manifest, reports, all_there=False)
         except HoldfastError:
             return {}
 
@@ -266,12 +263,15 @@ class HoldfastSource:
         if not problems:
             problems.extend(self._check_added_metadata())
         if not any(isinstance(read, HoldfastError) for read in self._found_reports):
-            problems.extend(self._check_unknown())
+            try:
+                problems.extend(self._check_unknown())
+            except CheckpointCorrupt as error:  # reports that are right, each by itself, and not together
+                problems.append(error)
         return problems
 
     def _check_added_metadata(self) -> list[HoldfastError]:
         path = os.path.join(self.directory, METADATA_NAME)
-        if self.has_committed_metadata or not os.path.lexists(path):
+        if self.has_committed_metadata or not os.path.lexists(path) or self.manifest.kind == "export":
             return []
         try:
             expected = self.render_dcp_metadata()
@@ -312,11 +312,15 @@ class HoldfastSource:
     def _unknown_entries(self) -> list[str]:
         known = {MANIFEST_NAME, *self.files, *(line.name for line in self.manifest.reports)}
         known.update(file.name for file in self.manifest.files)
+        found = set(os.listdir(self.directory))
+        for below in {name.partition("/")[0] for name in known if "/" in name} & found:
+            found.remove(below)
+            found.update(f"{below}/{name}" for name in os.listdir(os.path.join(self.directory, below)))
+        if self.manifest.kind == "export":
+            return sorted(found - known)
         # Derived from what was committed, and never read by us; the longer names are of one being written.
         return sorted(
-            name
-            for name in set(os.listdir(self.directory)) - known
-            if name != METADATA_NAME and not name.startswith(f"{METADATA_NAME}.")
+            name for name in found - known if name != METADATA_NAME and not name.startswith(f"{METADATA_NAME}.")
         )
 
     def _check_committed(self, *, digests: bool) -> list[HoldfastError]:
@@ -383,10 +387,6 @@ def open_published(directory: str, *, attempt: str, step: int | None, world: int
 def _read_manifest(directory: str) -> Manifest:
     path = os.path.join(directory, MANIFEST_NAME)
     return decode_manifest(read_small(directory, MANIFEST_NAME, limit=MAX_MANIFEST_BYTES), path=path)
-
-
-def _files_of(reads: Iterable[_Read]) -> dict[str, StoredFile]:
-    return {file.name: StoredFile(file.name, file.size, file.extents) for report, _ in reads for file in report.files}
 
 
 def read_small(directory: str, name: str, *, limit: int, committed: bool = False) -> bytes:

@@ -79,14 +79,22 @@ def _check(files: FileSet, file: StoredFile, advance: Callable[[int], None]) -> 
     left = file.size
     try:
         files.require(file.name)
-        for start in range(0, file.size, SPAN_BYTES):
-            end = min(file.size, start + SPAN_BYTES)
+        for start, end in _spans(file):
             yield from _bad_extents(files, file.name, start, end)
             left -= end - start
             advance(end - start)
     except (CheckpointCorrupt, StorageError) as error:
         yield error
-        advance(left)
+    advance(left)
+
+
+def _spans(file: StoredFile) -> Iterator[tuple[int, int]]:
+    """What is known of a file, in spans to be read at a time: all of it, but for what unreadable reports are about."""
+    at = 0
+    for gap, behind in (*file.gaps, (file.size, file.size)):
+        for start in range(at, gap, SPAN_BYTES):
+            yield start, min(gap, start + SPAN_BYTES)
+        at = behind
 
 
 def _bad_extents(files: FileSet, name: str, start: int, end: int) -> Iterator[CheckpointCorrupt]:

@@ -15,6 +15,7 @@ def test_parts_are_the_encoding(nbytes):
     data = b"".join(parts)
     assert parts[1] is report.index
     assert data == encode_report(report)
-    assert msgspec.msgpack.encode(report) == data[8:-16]  # the seal is 8 bytes before and 16 behind
+    plain = msgspec.structs.replace(report, files=(("f", 4096, b"\1" * 8),))
+    assert msgspec.msgpack.encode(plain) == data[8:-16]  # the seal is 8 bytes before and 16 behind
     assert data[-16:] == xxhash.xxh3_128_digest(data[:-16])
     assert decode_report(data, path="p") == report

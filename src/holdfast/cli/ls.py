@@ -81,5 +81,6 @@ def _words(row: RootEntry) -> list[str]:
     words = [row.state if row.held_by is None else f"{row.state} by {row.held_by}"]
     words += ["latest"] if row.latest else []
     words += ["pinned"] if row.pinned else []
-    words += ["model only"] if not row.resumable else []
+    words += ["model only"] if not row.resumable and row.kind == "checkpoint" else []
+    words += ["export"] if row.kind == "export" else []
     return words

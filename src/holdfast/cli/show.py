@@ -36,7 +36,7 @@ def show(
 
     Works on directories that stock DCP wrote, too.
     """
-    source = open_source(chosen_path(path, step))
+    source = open_source(chosen_path(path, step), exports=True)
     tensors = {name: source.tensors[name] for name in sorted(source.tensors) if _matches(name, pattern)}
     objects = {name: source.objects[name] for name in sorted(source.objects) if _matches(name, pattern)}
     if as_json:
@@ -74,6 +74,7 @@ def _document(
     return {
         "path": source.directory,
         "writer": "stock" if manifest is None else "holdfast",
+        "kind": "checkpoint" if manifest is None else manifest.kind,
         "checksummed": source.checksummed,
         "step": source.step,
         "world": source.world,
@@ -118,13 +119,17 @@ def _print_head(source: Source) -> None:
     if manifest is None:
         rows.append(("written by", "stock DCP: no checksums"))
     else:
-        kind = "" if manifest.resumable else ", model only"
+        kind = ", export" if manifest.kind == "export" else "" if manifest.resumable else ", model only"
         rows += [
             ("saved", f"{manifest.created} ({age_text(manifest.created)} ago) by {manifest.world} ranks{kind}"),
             ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
         ]
         rows += [("metrics", ", ".join(f"{name} {value:g}" for name, value in manifest.metrics.items()))]
-    rows.append(("holds", f"{len(source.tensors)} tensors, {size_text(total)}; {len(source.objects)} objects"))
+    if manifest is not None and manifest.kind == "export":
+        sizes = [file.size for file in source.files.values()] + [small.size for small in manifest.files]
+        rows.append(("holds", f"{len(sizes)} files, {size_text(sum(sizes))}"))
+    else:
+        rows.append(("holds", f"{len(source.tensors)} tensors, {size_text(total)}; {len(source.objects)} objects"))
     for title, text in rows:
         if text:
             typer.echo(f"{title:<10}  {shown(text)}")

@@ -85,7 +85,7 @@ def _verified(path: str, step: int | None) -> _Result | None:
     if exported and not is_one_checkpoint(path):
         return _Result(path, step, _as_read(path, None), "export")
     try:
-        source = open_source(path)
+        source = open_source(path, exports=True)
     except CheckpointNotFound:
         return None
     except HoldfastError as error:
@@ -125,7 +125,7 @@ def _sizes_below(path: str) -> list[int]:
 
 def _vanished(path: str) -> bool:
     try:
-        open_source(path)
+        open_source(path, exports=True)
     except CheckpointNotFound:
         return True
     except HoldfastError:

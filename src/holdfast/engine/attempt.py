@@ -26,6 +26,7 @@ from holdfast.engine.calls import SYSTEM, Calls, where
 from holdfast.engine.executor import Progress, Stopped, WriteOptions, Written, write_files, write_report
 from holdfast.errors import StorageError
 from holdfast.format import manifest
+from holdfast.format.parts import parts_digest, parts_in
 from holdfast.storage.lease import Heartbeat, hold, new_record
 
 if TYPE_CHECKING:
@@ -161,7 +162,8 @@ class Attempt:
             raise Stopped
         # Gone before anyone may publish the directory: what is published holds no lease.
         self._heartbeat.stop(wait_s=_RELEASE_WAIT_S)
-        return messages.Reported(self.name, size, digest, written.nbytes)
+        covered = parts_digest(parts_in(written.files))
+        return messages.Reported(self.name, size, digest, written.nbytes, covered)
 
     def _begin_report(self) -> bool:
         with self._lock:

@@ -24,8 +24,20 @@ class Calls(Protocol):
         """Create a file for writing; it must not exist, and a link in its place is not followed."""
         ...
 
+    def open_shared(self, dir_fd: int, name: str, *, direct: bool) -> int:
+        """Open a file that others write to as well, made if it isn't there; a link in its place is not followed."""
+        ...
+
     def allocate(self, fd: int, nbytes: int) -> None:
         """Give the file its size, with its blocks where the file system can: a full disk shows here."""
+        ...
+
+    def allocate_part(self, fd: int, offset: int, nbytes: int) -> None:
+        """Give this range of a file its blocks, where the file system can; what else is in the file stays."""
+        ...
+
+    def extend(self, fd: int, nbytes: int) -> None:
+        """Give a file that others write to the size it will have; it is never made smaller."""
         ...
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
@@ -58,12 +70,29 @@ class SystemCalls:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.open(name, flags | (O_DIRECT if direct else 0), mode=0o666, dir_fd=dir_fd)
 
+    def open_shared(self, dir_fd: int, name: str, *, direct: bool) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(name, flags | (O_DIRECT if direct else 0), mode=0o666, dir_fd=dir_fd)
+
     def allocate(self, fd: int, nbytes: int) -> None:
         if nbytes == 0:
             return
         allocate = _fallocate()
-        if allocate is None or not allocate(fd, nbytes):
+        if allocate is None or not allocate(fd, 0, nbytes):
             # Sized at once all the same: writers that never extend a file don't wait for each other.
+            os.ftruncate(fd, nbytes)
+
+    def allocate_part(self, fd: int, offset: int, nbytes: int) -> None:
+        allocate = _fallocate()
+        if allocate is not None and nbytes:
+            allocate(fd, offset, nbytes)
+
+    def extend(self, fd: int, nbytes: int) -> None:
+        size = os.fstat(fd).st_size
+        if size > nbytes:
+            raise OSError(errno.EFBIG, f"it has {size} bytes and was to have {nbytes}")
+        if size < nbytes:
+            # Somebody else may do the same at the same time: it is the last size that any of them gives it.
             os.ftruncate(fd, nbytes)
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
@@ -119,7 +148,7 @@ def check_name(name: str) -> None:
 
 
 @functools.cache
-def _fallocate() -> Callable[[int, int], bool] | None:
+def _fallocate() -> Callable[[int, int, int], bool] | None:
     """fallocate(2) itself: `os.posix_fallocate` would write a byte into every block where it is not supported."""
     try:
         import ctypes
@@ -129,8 +158,8 @@ def _fallocate() -> Callable[[int, int], bool] | None:
         return None
     call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
-    def allocate(fd: int, nbytes: int) -> bool:
-        while call(fd, 0, 0, nbytes) != 0:
+    def allocate(fd: int, offset: int, nbytes: int) -> bool:
+        while call(fd, 0, offset, nbytes) != 0:
             number = ctypes.get_errno()
             if number == errno.EINTR:
                 continue

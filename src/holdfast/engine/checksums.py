@@ -1,8 +1,8 @@
 """Checksums of an image: every extent of every file, and every tensor, in one walk over the bytes. Torch-free, pure.
 
-An image is cut into `Unit`s at tensor starts, so that units can be hashed by several threads and a tensor still
-belongs to one of them. Inside a unit the walk goes in pieces small enough to stay in a core's cache: the piece is
-hashed for its extent and, while hot, for the tensors in it.
+An image is cut into `Unit`s at tensor starts (at extents where there are no tensors), so that units can be hashed by
+several threads and a tensor still belongs to one of them. Inside a unit the walk goes in pieces small enough to stay in
+a core's cache: the piece is hashed for its extent and, while hot, for the tensors in it.
 
 Guarantees: the sums are those of xxh3_64 over the whole extent (the last of a file may be short) and over the whole
 tensor, whatever the units and pieces. Assumes: the image stands still. Does no I/O.
@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Final
 
 import xxhash
 
+from holdfast.engine.ranges import ALIGN_BYTES
 from holdfast.format.manifest import EXTENT_BYTES, SUM_BYTES
+from holdfast.format.parts import FilePart, part_fault
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,8 +71,9 @@ class Sums:
 def compile_plan(plan: AddPlan, *, unit_bytes: int = UNIT_BYTES) -> WritePlan:
     """Check an `AddPlan` and cut its files into units.
 
-    Raises `ValueError` if rows or tensors overlap, or a tensor does not lie in one row.
+    Raises `ValueError` if rows or tensors overlap, a tensor does not lie in one row, or a row can't be a part.
     """
+    _check_parts(plan.files)
     offsets, sizes = _numbers(plan.tensor_offsets), _numbers(plan.tensor_sizes)
     if len(offsets) != len(sizes):
         raise ValueError(f"{len(offsets)} tensor offsets but {len(sizes)} sizes")
@@ -171,9 +174,33 @@ def _cut(
         if done > end:
             raise ValueError(f"tensor {order[at]} at byte {offset} of the image leaves file {row.name}")
         at += 1
+    if first == at:  # no tensor to cut at: an export's parts have none
+        step = -(-unit_bytes // EXTENT_BYTES) * EXTENT_BYTES
+        cut = row.image_offset + -(-(start - row.image_offset) // EXTENT_BYTES) * EXTENT_BYTES + step
+        while cut < end:
+            units.append(Unit(file, start, cut, first, at))
+            start, cut = cut, cut + step
     if start < end:
         units.append(Unit(file, start, end, first, at))
     return at
+
+
+def _check_parts(rows: Sequence[FileRow]) -> None:
+    parts = [FilePart(row.name, row.offset, row.size, row.total) for row in rows if row.total is not None]
+    if not parts:
+        return
+    if len(parts) != len(rows):
+        raise ValueError("parts of files and whole files are in one plan")
+    if any(row.image_offset % ALIGN_BYTES for row in rows):
+        raise ValueError(f"a part starts in the image off a multiple of {ALIGN_BYTES}")
+    parts.sort()
+    for part in parts:
+        fault = part_fault(part)
+        if fault is not None:
+            raise ValueError(fault)
+    for one, other in itertools.pairwise(parts):
+        if one.name == other.name and (one.end > other.offset or one.total != other.total):
+            raise ValueError(f"the parts of {one.name} at bytes {one.offset} and {other.offset} don't fit together")
 
 
 def _numbers(data: bytes) -> Sequence[int]:

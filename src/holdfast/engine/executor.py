@@ -4,11 +4,14 @@ Writers (threads in `pwrite`) and hashers (threads in xxhash) go over the image 
 change meanwhile. It runs in the engine process, and as well in any other: systems without memfd have no engine.
 
 Guarantees:
-- files are created, never opened: what exists is an error, and a link is not followed;
+- files are created, never opened: what exists is an error, and a link is not followed; but those that other engines
+  write parts of at the same time: of these nothing but the own parts changes, and they get their size at once, so that
+  no write makes them longer and nothing ever makes them shorter;
 - a full disk shows before the first byte where the file system can preallocate;
 - `write_files` returns when every file and the directory are fsynced; a failed fsync is final, never repeated, since
   the kernel forgets a failed page;
-- O_DIRECT where it works; otherwise buffered, with write-back started chunk by chunk and the page cache dropped;
+- O_DIRECT where it works, but for the last bytes of a file of odd size; otherwise buffered, with write-back started
+  chunk by chunk and the page cache dropped;
 - a report exists whole and durable under its name, or it does not exist under it.
 
 On failure files stay as they are: they lie in an attempt directory, which is removed as a whole.
@@ -28,6 +31,7 @@ import xxhash
 
 from holdfast.engine.calls import O_DIRECT, SYSTEM, Calls, check_name, where
 from holdfast.engine.checksums import PIECE_BYTES, Sums, Unit, WritePlan, hash_unit
+from holdfast.engine.ranges import ALIGN_BYTES, Range, WrittenFile, files_of
 from holdfast.errors import StorageError
 from holdfast.format.manifest import ReportFile
 
@@ -35,7 +39,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 CHUNK_BYTES: Final = 8 << 20
-BLOCK_BYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,7 @@ class Throttle:
         """The largest chunk that keeps writing smooth: a sixteenth of a second's budget, at most `CHUNK_BYTES`."""
         if self._bytes_per_s is None:
             return CHUNK_BYTES
-        return max(min(self._bytes_per_s // 16, CHUNK_BYTES) // BLOCK_BYTES, 1) * BLOCK_BYTES
+        return max(min(self._bytes_per_s // 16, CHUNK_BYTES) // ALIGN_BYTES, 1) * ALIGN_BYTES
 
     def reserve(self, nbytes: int) -> float:
         """Book ``nbytes``; returns the seconds to wait before writing them."""
@@ -116,17 +119,6 @@ class Throttle:
             start = max(now, self._free_at)
             self._free_at = start + nbytes / self._bytes_per_s
             return start - now
-
-
-class _File:
-    """One file being written. ``left`` bytes are not written yet; whoever writes the last of them fsyncs it."""
-
-    __slots__ = ("fd", "image_offset", "left", "name", "size")
-
-    def __init__(self, name: str, size: int, image_offset: int) -> None:
-        self.name, self.size, self.image_offset = name, size, image_offset
-        self.left = size
-        self.fd = -1
 
 
 class _Execution:
@@ -144,7 +136,7 @@ class _Execution:
     ) -> None:
         self.dir_fd, self.image, self.plan, self.options = dir_fd, image, plan, options
         self.progress, self.calls = progress, calls
-        self.files = [_File(row.name, row.size, row.image_offset) for row in plan.files]
+        self.files = files_of(plan.files)
         self.sums = Sums(plan)
         self.throttle = Throttle(options.io_limit_bytes_per_s)
         self.direct = options.direct and O_DIRECT != 0
@@ -164,12 +156,16 @@ class _Execution:
             self._check_halt()
             try:
                 check_name(file.name)
-                file.fd = self._create(file.name)
-                self.calls.allocate(file.fd, file.size)
+                if file.shared:
+                    self._open_shared(file)
+                else:
+                    file.fd = self._create(file.name)
+                    self.calls.allocate(file.fd, file.size)
                 if file.size == 0:
                     self.calls.fsync(file.fd)
             except OSError as error:
-                raise self._storage_error(f"can't create a file of {file.size} bytes", file.name, error) from error
+                what = f"can't make room for {file.what}" if file.shared else f"can't create a file of {file.what}"
+                raise self._storage_error(what, file.name, error) from error
 
     def write(self) -> None:
         """A writer thread: takes chunks until there are none."""
@@ -178,19 +174,19 @@ class _Execution:
                 job = next(self._chunks, None)
             if job is None:
                 return
-            file, offset, nbytes = job
-            delay = self.throttle.reserve(nbytes)
+            file, chunk = job
+            delay = self.throttle.reserve(chunk.nbytes)
             if delay > 0 and self.progress.halt.wait(delay):
                 return
             try:
-                self._write_chunk(file, offset, nbytes)
+                self._write_chunk(file, chunk)
                 with self._lock:
-                    file.left -= nbytes
+                    file.left -= chunk.nbytes
                     last = file.left == 0
                 if last:
                     self._finish(file)
             except OSError as error:
-                self.fail(self._storage_error(f"can't write {file.size} bytes", file.name, error))
+                self.fail(self._storage_error(f"can't write {file.what}", file.name, error))
 
     def hash(self) -> None:
         """A hasher thread: takes units until there are none."""
@@ -230,15 +226,32 @@ class _Execution:
             self.calls.unlink(self.dir_fd, name)
         return self.calls.create(self.dir_fd, name, direct=False)
 
-    def _write_chunk(self, file: _File, offset: int, nbytes: int) -> None:
+    def _open_shared(self, file: WrittenFile) -> None:
+        assert file.total is not None
+        try:
+            file.fd = self.calls.open_shared(self.dir_fd, file.name, direct=self.direct)
+        except OSError as error:
+            if not (self.direct and error.errno == errno.EINVAL):
+                raise
+            # As in `_create`, but the file stays: somebody else may write to it already.
+            self.direct = False
+            file.fd = self.calls.open_shared(self.dir_fd, file.name, direct=False)
+        for part in file.body:
+            self.calls.allocate_part(file.fd, part.offset, part.nbytes)
+        if file.tail is not None:
+            self.calls.allocate_part(file.fd, file.tail.offset, file.tail.nbytes)
+        self.calls.extend(file.fd, file.total)
+
+    def _write_chunk(self, file: WrittenFile, chunk: Range) -> None:
+        offset, image_start, nbytes = chunk
         done = 0
         while done < nbytes:
             if self.progress.halt.is_set():
                 raise OSError(errno.ECANCELED, "stopped")
-            start = file.image_offset + offset + done
+            start = image_start + done
             was_direct = self.direct
             try:
-                count = self.calls.pwrite(file.fd, self.image[start : start + nbytes - done], offset + done)
+                count = self.calls.pwrite(file.fd, self.image[start : image_start + nbytes], offset + done)
             except OSError as error:
                 if not (was_direct and error.errno == errno.EINVAL):
                     raise
@@ -260,16 +273,23 @@ class _Execution:
                         self.calls.make_buffered(file.fd)
                 self.direct = False
 
-    def _finish(self, file: _File) -> None:
+    def _finish(self, file: WrittenFile) -> None:
+        if file.tail is not None:
+            if self.direct:
+                self.calls.make_buffered(file.fd)
+            self._write_chunk(file, file.tail)
         self.calls.fsync(file.fd)
         if not self.direct:
             self.calls.drop_cache(file.fd, 0, 0)
 
-    def _all_chunks(self) -> Iterator[tuple[_File, int, int]]:
+    def _all_chunks(self) -> Iterator[tuple[WrittenFile, Range]]:
         step = self.throttle.chunk_bytes
         for file in self.files:
-            for offset in range(0, file.size, step):
-                yield file, offset, min(step, file.size - offset)
+            if file.tail is not None and not file.left:
+                yield file, Range(0, 0, 0)  # nothing but a tail: so that somebody finishes it
+            for offset, start, nbytes in file.body:
+                for done in range(0, nbytes, step):
+                    yield file, Range(offset + done, start + done, min(step, nbytes - done))
 
     def _check_halt(self) -> None:
         if self.progress.halt.is_set():
@@ -325,11 +345,11 @@ def write_files(
             del failure  # or its traceback would keep itself, and the image, alive
     return Written(
         files=tuple(
-            ReportFile(file.name, file.size, bytes(sums))
-            for file, sums in zip(run.files, run.sums.extents, strict=True)
+            ReportFile(row.name, row.size, bytes(sums), row.offset, row.total)
+            for row, sums in zip(plan.files, run.sums.extents, strict=True)
         ),
         tensor_sums=bytes(run.sums.tensors),
-        nbytes=sum(file.size for file in run.files),
+        nbytes=sum(row.size for row in plan.files),
         seconds=time.monotonic() - started,
         direct=run.direct,
     )

@@ -44,12 +44,16 @@ class DropImage(Message, frozen=True):
 class FileRow(msgspec.Struct, frozen=True, array_like=True):
     """``size`` bytes of the image from ``image_offset`` are the whole content of file ``name``.
 
-    ``size`` and ``image_offset`` are multiples of 4096.
+    If ``total`` isn't None they are a part of it (``format.parts``): its bytes from ``offset`` on, of ``total`` in all,
+    and other ranks write the other parts. ``image_offset`` is a multiple of 4096, and so is ``size``, unless the part
+    ends with its file.
     """
 
     name: str
     size: int
     image_offset: int
+    offset: int = 0
+    total: int | None = None
 
 
 class AddPlan(Message, frozen=True):
@@ -137,6 +141,8 @@ class Reported(Message, frozen=True):
     digest: str
     """xxh3_128 of the report file, hexadecimal."""
     nbytes: int
+    parts: str = ""
+    """``format.parts.parts_digest`` of the parts of files that were written."""
 
 
 class Cancelled(Message, frozen=True):

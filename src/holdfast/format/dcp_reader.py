@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from holdfast._torch_compat import memory_format_encoding_type, storage_info_type
-from holdfast.format.manifest import DIMENSIONS_MAX
+from holdfast.format.index_checks import DIMENSIONS_MAX
 from holdfast.format.pickle_reader import Refused, Vocabulary, read_pickle
 
 if TYPE_CHECKING:

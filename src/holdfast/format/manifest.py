@@ -12,16 +12,18 @@ Does not: compare with other files (that is verifying) or decide what a missing 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
-from math import prod
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
-from holdfast.dtypes import ITEMSIZE
-from holdfast.errors import CheckpointCorrupt, ConfigError
+from holdfast.errors import CheckpointCorrupt
+from holdfast.format.index_checks import tensor_fault
+from holdfast.format.packing import json_lines, json_text, metric_value, pack, refuse_constant, unpack
+from holdfast.format.parts import BLOCK_BYTES, FilePart, part_fault, parts_in
 from holdfast.format.sealed import (
     Check,
     check_json_seal,
@@ -35,25 +37,27 @@ from holdfast.format.sealed import (
 from holdfast.plan.structure import PathItem, rank_label
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 FORMAT: Final = 1
 """Of all three files together: raised when a reader of the old one couldn't make sense of the new one."""
-EXTENT_BYTES = 1 << 20
+EXPORT_FORMAT: Final = 2
+"""Of an export's: one that knows only checkpoints must not take it for one."""
+EXTENT_BYTES = BLOCK_BYTES
 SUM_BYTES: Final = 8
 MANIFEST_NAME = "holdfast.json"
 MANIFEST_HEAD_BYTES: Final = 4096
 """Within these `attempt_in` finds the attempt, whatever the checkpoint is called."""
 PLAN_NAME = ".plan"
-DIMENSIONS_MAX: Final = 1024
-"""Far more than anybody uses, few enough to multiply."""
 METADATA_NAME = ".metadata"
 
 _REPORT_MAGIC: Final = b"HFrport"
 _PLAN_MAGIC: Final = b"HFplan\0"
 _HEAD: Final = re.compile(rb'\{\n  "format": \d+,\n  "name": "(?:[^"\\]|\\.)*",\n  "attempt": "([^"\\]+)",\n')
 _NON_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-_T = TypeVar("_T")
+_FORMATS: Final = {"checkpoint": FORMAT, "export": EXPORT_FORMAT}
+Kind = Literal["checkpoint", "export"]
+"""What was committed: something to resume from or load, or an export, whose files several ranks write parts of."""
 
 
 class IndexTensor(msgspec.Struct, frozen=True, array_like=True):
@@ -86,10 +90,23 @@ class RankIndex(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReportFile(msgspec.Struct, frozen=True, array_like=True):
+    """A data file that a rank wrote; or ``size`` bytes of one from ``offset`` on, if ``total`` isn't None."""
+
     name: str
     size: int
     extents: bytes
-    """xxh3_64 of each 1 MiB extent of the file, in order, 8 bytes little-endian each."""
+    """xxh3_64 of each 1 MiB extent, in order, 8 bytes little-endian each."""
+    offset: int = 0
+    total: int | None = None
+    """Bytes of the whole file, which other ranks write other parts of."""
+
+
+class _WholeFile(msgspec.Struct, frozen=True, array_like=True):
+    """A `ReportFile` that is a whole file, as it is encoded: reports of checkpoints stay what they were."""
+
+    name: str
+    size: int
+    extents: bytes
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -104,7 +121,7 @@ class Report(msgspec.Struct, frozen=True):
     """An encoded `RankIndex`, opaque to the engine."""
 
 
-class ManifestReport(msgspec.Struct, frozen=True):
+class ManifestReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """One rank's line in the manifest."""
 
     rank: int
@@ -114,12 +131,15 @@ class ManifestReport(msgspec.Struct, frozen=True):
     """xxh3_128 of the report file, hexadecimal."""
     nbytes: int
     """Bytes of data files that the report covers."""
+    parts: str = ""
+    """`parts_digest` of the parts of files that it covers; empty for whole files."""
 
 
 class ManifestFile(msgspec.Struct, frozen=True):
     """A file of the checkpoint that no report covers, such as ``.metadata``."""
 
     name: str
+    """In an export there may be one directory in it: ``additional_chat_templates/x.jinja``."""
     size: int
     digest: str
 
@@ -139,6 +159,7 @@ class Manifest(msgspec.Struct, frozen=True):
     reports: tuple[ManifestReport, ...]
     files: tuple[ManifestFile, ...]
     extra: dict[str, Any] = {}
+    kind: Kind = "checkpoint"
 
 
 class AttemptPlan(msgspec.Struct, frozen=True):
@@ -153,11 +174,18 @@ class AttemptPlan(msgspec.Struct, frozen=True):
     manifest: Manifest
     """The manifest to publish, with ``reports`` still empty."""
     overwrite: bool = False
+    parts: tuple[tuple[FilePart, ...], ...] = ()
+    """Of an export, for each rank the parts that its report must cover; ``planned`` is empty for each rank then."""
 
 
 def report_name(rank: int) -> str:
     """``rank-00007.report``: the file name of a rank's report."""
     return f"{rank_label(rank)}.report"
+
+
+def format_of(kind: Kind) -> int:
+    """The ``format`` of a manifest of this kind."""
+    return _FORMATS[kind]
 
 
 # manifest ------------------------------------------------------------------------------------------------------
@@ -172,19 +200,21 @@ def encode_manifest(manifest: Manifest) -> bytes:
         ConfigError: a metric isn't a number, or ``extra`` isn't JSON.
     """
     members = [
-        ("format", _json(manifest.format)),
-        ("name", _json(manifest.name)),
-        ("attempt", _json(manifest.attempt)),
-        ("step", _json(manifest.step)),
-        ("world", _json(manifest.world)),
-        ("created", _json(manifest.created)),
-        ("metrics", _json({name: _metric(name, value) for name, value in manifest.metrics.items()})),
-        ("resumable", _json(manifest.resumable)),
-        ("versions", _json(manifest.versions)),
-        ("reports", _json_lines(manifest.reports)),
-        ("files", _json_lines(manifest.files)),
-        ("extra", _json(manifest.extra)),
+        ("format", json_text(manifest.format)),
+        ("name", json_text(manifest.name)),
+        ("attempt", json_text(manifest.attempt)),
+        ("step", json_text(manifest.step)),
+        ("world", json_text(manifest.world)),
+        ("created", json_text(manifest.created)),
+        ("metrics", json_text({name: metric_value(name, value) for name, value in manifest.metrics.items()})),
+        ("resumable", json_text(manifest.resumable)),
+        ("versions", json_text(manifest.versions)),
+        ("reports", json_lines(manifest.reports)),
+        ("files", json_lines(manifest.files)),
+        ("extra", json_text(manifest.extra)),
     ]
+    if manifest.kind != "checkpoint":
+        members.append(("kind", json_text(manifest.kind)))
     return seal_json(members)
 
 
@@ -197,10 +227,10 @@ def decode_manifest(data: bytes, *, path: str) -> Manifest:
     """
     check_json_seal(data, what="manifest", path=path)
     try:
-        document = json.loads(data, parse_constant=_refuse_constant)
+        document = json.loads(data, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise CheckpointCorrupt(f"{path} isn't a manifest: {error}", path=path) from error
-    require_version(document.get("format"), FORMAT, what="manifest", path=path)
+    require_version(document.get("format"), tuple(_FORMATS.values()), what="manifest", path=path)
     metrics = document.get("metrics")
     if isinstance(metrics, dict):
         document["metrics"] = {
@@ -228,13 +258,18 @@ def attempt_in(head: bytes) -> str | None:
 def _check_manifest(manifest: Manifest, check: Check) -> None:
     check.plain_name(manifest.name)
     check.plain_name(manifest.attempt)
+    check.equal("its format", manifest.format, format_of(manifest.kind))
     check.that(manifest.world >= 1, f"its world has {manifest.world} ranks")
     for rank, report in enumerate(manifest.reports):
         if report.rank != rank or report.name != report_name(rank) or min(report.size, report.nbytes) < 0:
             _refuse_line(rank, report, check)
         check.digest(report.digest)
     for file in manifest.files:
-        check.plain_name(file.name)
+        if manifest.kind == "export":
+            check.plain_path(file.name)
+            check.that(may_hold_data(file.name), f"{file.name!r} is hidden, or the name of something of Holdfast's")
+        else:
+            check.plain_name(file.name)
         check.that(file.name not in (MANIFEST_NAME, PLAN_NAME), f"{file.name!r} is no file that it could be of")
         check.that(file.size >= 0, f"file {file.name} has a negative size")
         check.digest(file.digest)
@@ -245,34 +280,6 @@ def _refuse_line(rank: int, report: ManifestReport, check: Check) -> None:
     check.equal(f"the rank of report {rank}", report.rank, rank)
     check.equal(f"the name of report {rank}", report.name, report_name(rank))
     check.that(report.size >= 0 and report.nbytes >= 0, f"report {report.name} has a negative size")
-
-
-def _metric(name: str, value: float) -> float | str:
-    try:
-        number = float(value)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"metric {name!r} is {value!r}, which isn't a number", field="metrics") from error
-    return number if math.isfinite(number) else str(number)
-
-
-def _json(value: Any) -> str:
-    try:
-        return json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{value!r:.200} can't go into a manifest, which is JSON: {error}", field="extra") from error
-
-
-def _json_lines(structs: Iterable[msgspec.Struct]) -> str:
-    encoder = msgspec.json.Encoder()
-    lines = [
-        line.decode() if (line := encoder.encode(struct)).isascii() else json.dumps(msgspec.structs.asdict(struct))
-        for struct in structs
-    ]
-    return "[\n    " + ",\n    ".join(lines) + "\n  ]" if lines else "[]"
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} isn't JSON")
 
 
 # reports -------------------------------------------------------------------------------------------------------
@@ -289,11 +296,13 @@ def report_parts(report: Report) -> tuple[bytes, bytes, bytes]:
     What makes a report is a small process, and an index of 100,000 tensors is 15 MB.
     """
     nbytes = len(report.index)
-    head = _pack(msgspec.structs.replace(report, index=b""))
+    version = EXPORT_FORMAT if parts_in(report.files) else FORMAT
+    files = [_WholeFile(row.name, row.size, row.extents) if row.total is None else row for row in report.files]
+    head = pack(msgspec.structs.replace(report, index=b"", files=files))
     assert head.endswith(b"\xc4\x00"), "the index is the last field"
     # msgpack's three ways to say "n bytes follow"; like msgspec, the shortest that fits
     code, width = (0xC4, 1) if nbytes < 1 << 8 else (0xC5, 2) if nbytes < 1 << 16 else (0xC6, 4)
-    opening = seal_head(_REPORT_MAGIC, FORMAT) + head[:-2] + bytes((code,)) + nbytes.to_bytes(width, "big")
+    opening = seal_head(_REPORT_MAGIC, version) + head[:-2] + bytes((code,)) + nbytes.to_bytes(width, "big")
     return opening, report.index, seal_tail(opening, report.index)
 
 
@@ -304,14 +313,20 @@ def decode_report(data: bytes, *, path: str) -> Report:
         CheckpointCorrupt: foreign, damaged, or its contents don't fit together.
         ConfigError: whole, but written by a version of Holdfast whose format this one doesn't read.
     """
-    report = _unpack(unseal(_REPORT_MAGIC, FORMAT, data, what="report", path=path), Report, "report", path)
+    version, content = unseal(_REPORT_MAGIC, tuple(_FORMATS.values()), data, what="report", path=path)
+    report = unpack(content, Report, "report", path)
     check = Check("report", path)
     check.plain_name(report.attempt)
     check.that(0 <= report.rank < report.world, f"it is rank {report.rank}'s of {report.world}")
-    check.unique(file.name for file in report.files)
+    parts = parts_in(report.files)
+    check.equal("its number of parts", len(parts), len(report.files) if version == EXPORT_FORMAT else 0)
+    check.unique(file.name for file in (report.files if not parts else ()))
+    for part in parts:
+        fault = part_fault(part)
+        check.that(fault is None, str(fault))
     for file in report.files:
         check.plain_name(file.name)
-        check.that(_may_hold_data(file.name), f"{file.name!r} is the name of something else than data")
+        check.that(may_hold_data(file.name), f"{file.name!r} is the name of something else than data")
         check.that(file.size >= 0, f"file {file.name} has a negative size")
         check.equal(
             f"the checksums of {file.name}, in bytes", len(file.extents), -(-file.size // EXTENT_BYTES) * SUM_BYTES
@@ -320,14 +335,14 @@ def decode_report(data: bytes, *, path: str) -> Report:
     return report
 
 
-def _may_hold_data(name: str) -> bool:
+def may_hold_data(name: str) -> bool:
     """Whether a report may cover a file of this name: not what is read for what it says, nor what is hidden."""
     return not name.startswith(".") and name != MANIFEST_NAME and not name.endswith(".report")
 
 
 def encode_index(index: RankIndex) -> bytes:
     """What goes into a report as ``index``; rendered once a plan."""
-    return _pack(index)
+    return pack(index)
 
 
 def decode_index(data: bytes, *, file_sizes: Sequence[int], path: str) -> RankIndex:
@@ -336,9 +351,9 @@ def decode_index(data: bytes, *, file_sizes: Sequence[int], path: str) -> RankIn
     Raises:
         CheckpointCorrupt: damaged, or something in it lies outside its file or its tensor.
     """
-    index = _unpack(data, RankIndex, "index", path)
+    index = unpack(data, RankIndex, "index", path)
     for tensor in index.tensors:
-        fault = _tensor_fault(tensor, file_sizes)
+        fault = tensor_fault(tensor, file_sizes)
         if fault is not None:
             raise CheckpointCorrupt(
                 f"{path}: the index is wrong about tensor {tensor.name!r}: {fault}", path=path, tensor=tensor.name
@@ -359,31 +374,9 @@ def read_index(report: Report, *, path: str) -> RankIndex:
     index = decode_index(report.index, file_sizes=[file.size for file in report.files], path=path)
     check = Check("report", path)
     check.equal("its tensor checksums, in bytes", len(report.tensor_sums), len(index.tensors) * SUM_BYTES)
+    # What an index says is about offsets in whole files; an export's tensors are in the headers of its files.
+    check.that(not parts_in(report.files) or not (index.tensors or index.objects), "its index is about parts of files")
     return index
-
-
-def _tensor_fault(tensor: IndexTensor, file_sizes: Sequence[int]) -> str | None:
-    itemsize = ITEMSIZE.get(tensor.dtype)
-    if itemsize is None:
-        return f"dtype {tensor.dtype!r} is unknown"
-    if not len(tensor.shape) == len(tensor.offsets) == len(tensor.sizes):
-        return "shape, offsets and sizes differ in length"
-    if len(tensor.shape) > DIMENSIONS_MAX or prod(max(1, length) for length in tensor.shape) * itemsize >> 63:
-        return f"no tensor has the shape {tensor.shape!r:.200}"
-    for length, offset, size in zip(tensor.shape, tensor.offsets, tensor.sizes, strict=True):
-        if offset < 0 or size < 0 or offset + size > length:
-            return f"the box at {tensor.offsets} of {tensor.sizes} isn't inside {tensor.shape}"
-    if prod(tensor.sizes) * itemsize != tensor.nbytes:
-        return f"{tensor.sizes} of {tensor.dtype} isn't {tensor.nbytes:,} bytes"
-    if not 0 <= tensor.file < len(file_sizes):
-        return f"file {tensor.file} of {len(file_sizes)}"
-    end = tensor.payload_offset + tensor.nbytes
-    if not 0 <= tensor.record_offset <= tensor.payload_offset <= end <= tensor.record_end <= file_sizes[tensor.file]:
-        return (
-            f"record {tensor.record_offset:,} to {tensor.record_end:,} with its payload at {tensor.payload_offset:,} "
-            f"isn't inside a file of {file_sizes[tensor.file]:,} bytes"
-        )
-    return None
 
 
 # the plan of an attempt ----------------------------------------------------------------------------------------
@@ -391,7 +384,7 @@ def _tensor_fault(tensor: IndexTensor, file_sizes: Sequence[int]) -> str | None:
 
 def encode_attempt_plan(plan: AttemptPlan) -> bytes:
     """The content of ``.plan``: msgpack between a magic number and a digest."""
-    return seal(_PLAN_MAGIC, FORMAT, _pack(plan))
+    return seal(_PLAN_MAGIC, format_of(plan.manifest.kind), pack(plan))
 
 
 def decode_attempt_plan(data: bytes, *, path: str) -> AttemptPlan:
@@ -402,7 +395,8 @@ def decode_attempt_plan(data: bytes, *, path: str) -> AttemptPlan:
         ConfigError: whole, but written by a version of Holdfast whose format this one doesn't read.
     """
     what = "plan of an attempt"
-    plan = _unpack(unseal(_PLAN_MAGIC, FORMAT, data, what=what, path=path), AttemptPlan, what, path)
+    version, content = unseal(_PLAN_MAGIC, tuple(_FORMATS.values()), data, what=what, path=path)
+    plan = unpack(content, AttemptPlan, what, path)
     check = Check(what, path)
     check.plain_name(plan.name)
     check.plain_name(plan.attempt)
@@ -412,26 +406,23 @@ def decode_attempt_plan(data: bytes, *, path: str) -> AttemptPlan:
         for name, size in files:
             check.plain_name(name)
             check.that(size >= 0, f"file {name} has a negative size")
-    require_version(plan.manifest.format, FORMAT, what="manifest", path=path)
+    require_version(plan.manifest.format, (version,), what="manifest", path=path)
     _check_manifest(plan.manifest, check)
+    _check_parts(plan, check)
     for field in ("name", "attempt", "step", "world"):
         check.equal(f"its manifest's {field}", getattr(plan.manifest, field), getattr(plan, field))
     check.that(not plan.manifest.reports, "its manifest has reports already")
     return plan
 
 
-# what they share -----------------------------------------------------------------------------------------------
-
-
-def _pack(value: msgspec.Struct) -> bytes:
-    try:
-        return msgspec.msgpack.encode(value)
-    except (UnicodeEncodeError, OverflowError, RecursionError, TypeError, ValueError) as error:
-        raise ConfigError(f"the checkpoint's index can't be written: {error}") from error
-
-
-def _unpack(data: bytes | memoryview, kind: type[_T], what: str, path: str) -> _T:
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise CheckpointCorrupt(f"{path}: its {what} can't be read: {error}", path=path) from error
+def _check_parts(plan: AttemptPlan, check: Check) -> None:
+    """That an export is planned in parts, and nothing else is."""
+    export = plan.manifest.kind == "export"
+    check.equal("its number of ranks with parts", len(plan.parts), plan.world if export else 0)
+    check.that(not export or not any(plan.planned), "it is an export, with files that belong to one rank")
+    listed = {file.name for file in plan.manifest.files}
+    for part in itertools.chain.from_iterable(plan.parts):
+        fault = part_fault(part)
+        check.that(fault is None, str(fault))
+        check.plain_name(part.name)
+        check.that(may_hold_data(part.name) and part.name not in listed, f"{part.name!r} can't be a data file")

@@ -53,12 +53,14 @@ def seal_tail(*before: bytes) -> bytes:
     return digest.digest()
 
 
-def unseal(magic: bytes, version: int, data: bytes | memoryview, *, what: str, path: str) -> memoryview:
-    """The content of what `seal` made; ``what`` and ``path`` are for messages.
+def unseal(
+    magic: bytes, versions: tuple[int, ...], data: bytes | memoryview, *, what: str, path: str
+) -> tuple[int, memoryview]:
+    """Version and content of what `seal` made; ``what`` and ``path`` are for messages.
 
     Raises:
         CheckpointCorrupt: not a ``what``, or damaged.
-        ConfigError: whole, but of another version than this Holdfast reads.
+        ConfigError: whole, but of another version than those this Holdfast reads.
     """
     view = memoryview(data)
     if bytes(view[: len(magic)]) != magic or len(view) < len(magic) + 1 + DIGEST_BYTES:
@@ -68,8 +70,9 @@ def unseal(magic: bytes, version: int, data: bytes | memoryview, *, what: str, p
         raise CheckpointCorrupt(
             f"{path} is damaged: the {what}'s bytes don't match its digest ({len(view):,} bytes)", path=path
         )
-    require_version(body[len(magic)], version, what=what, path=path)
-    return body[len(magic) + 1 :]
+    version = body[len(magic)]
+    require_version(version, versions, what=what, path=path)
+    return version, body[len(magic) + 1 :]
 
 
 def seal_json(members: list[tuple[str, str]]) -> bytes:
@@ -100,12 +103,12 @@ def check_json_seal(data: bytes, *, what: str, path: str) -> None:
         )
 
 
-def require_version(found: object, expected: int, *, what: str, path: str) -> None:
-    """Raise `ConfigError` unless ``found`` is the version of ``what`` that this Holdfast reads."""
-    if found != expected:
+def require_version(found: object, known: tuple[int, ...], *, what: str, path: str) -> None:
+    """Raise `ConfigError` unless ``found`` is a version of ``what`` that this Holdfast reads."""
+    if found not in known:
         raise ConfigError(
-            f"{path}: this {what} has format {found!r} and this Holdfast reads format {expected}; it was written by "
-            "another version of Holdfast: load it with that one",
+            f"{path}: this {what} has format {found!r} and this Holdfast reads format {' and '.join(map(str, known))}; "
+            "it was written by another version of Holdfast: load it with that one",
             field="path",
         )
 
@@ -138,6 +141,14 @@ class Check:
         """A name that can't lead out of its directory, nor be anything but one entry of it."""
         plain = name not in ("", ".", "..") and not any(c in name for c in "/\\\0") and _name_bytes(name) <= 255
         self.that(plain, f"{name!r:.300} isn't a plain file name")
+
+    def plain_path(self, name: str) -> None:
+        """A plain name, or one with a plain directory in front of it, hidden neither of them."""
+        components = name.split("/")
+        self.that(len(components) <= 2, f"{name!r:.300} lies below more than one directory")
+        for component in components:
+            self.plain_name(component)
+            self.that(not component.startswith("."), f"{name!r:.300} is hidden")
 
     def digest(self, digest: str) -> None:
         self.that(_DIGEST.fullmatch(digest) is not None, f"{digest!r:.80} isn't a digest")

@@ -22,11 +22,16 @@ OPEN_FILES_MAX: Final = 128
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A committed file: ``size`` in bytes; ``extents`` as in `ReportFile`, or None where nothing is known of it."""
+    """A committed file: ``size`` in bytes; ``extents`` as in `ReportFile`, or None where nothing is known of it.
+
+    ``gaps``: byte ranges, of whole extents or up to the end, of which nothing is known, the report that is about them
+    being unreadable: they are in no checksum, and not to be read.
+    """
 
     name: str
     size: int
     extents: bytes | None
+    gaps: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(slots=True)
