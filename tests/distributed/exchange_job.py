@@ -1,0 +1,119 @@
+"""One rank that exchanges columns for rows; something happens to it in the middle. For test_export_lost_ranks.py.
+
+    python exchange_job.py RANK WORLD PORT ROUND ACT
+
+The store is another process's. ACT, at the start of round ROUND: ``dies``, ``stops``, or ``goes on``. What it ends with
+is its last line of output: the error's kind, who is named, the seconds since round ROUND, and the message.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from holdfast import _torch_compat as compat
+from holdfast.boxes import Box
+from holdfast.coordination import StoreBoard
+from holdfast.errors import HoldfastError
+from holdfast.export.exchange import Exchange
+from holdfast.export.fill import fill_local
+from holdfast.export.links import GlooLinks, Transfer
+from holdfast.export.moves import KeyMapping, MappedTensor, run
+from holdfast.export.plan import plan_export
+from holdfast.export.roll_call import meet
+from holdfast.export.sources import Piece, Source
+from holdfast.store_client import clone_store
+
+ROWS, COLUMNS = 1024, 64
+BUCKET_BYTES = 8192
+DEADLINE_S, GRACE_S = 6.0, 2.0
+
+
+class File:
+    name = "f"
+    header = b""
+    size: int
+    tensors: tuple[Any, ...]
+
+
+class Place:
+    name = "w"
+    start = 0
+    stop: int
+
+
+class WatchedLinks(GlooLinks):
+    """Does what is to be done when a message of the chosen round is to be sent."""
+
+    at: int
+    act: str
+    begun: float = 0.0
+
+    def send(self, peer: int, memory: torch.Tensor, tag: int) -> Transfer:
+        if tag == self.at and not self.begun:
+            WatchedLinks.begun = time.monotonic()
+            if self.act != "goes on":
+                os.kill(os.getpid(), signal.SIGKILL if self.act == "dies" else signal.SIGSTOP)
+        return super().send(peer, memory, tag)
+
+
+def main() -> None:
+    rank, world, port, WatchedLinks.at = map(int, sys.argv[1:5])
+    WatchedLinks.act = sys.argv[5]
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    board = StoreBoard(store, rank, world, "job")
+    shape = (ROWS, COLUMNS * world)
+    pieces = tuple(Piece(Box((0, COLUMNS * r), (ROWS, COLUMNS)), (r,)) for r in range(world))
+    file, place = File(), Place()
+    file.size = place.stop = 4 * ROWS * COLUMNS * world
+    file.tensors = (place,)
+    tensor = MappedTensor("w", shape, "float32", (run("w", ROWS * COLUMNS * world),))
+    plan = plan_export(
+        [file],
+        KeyMapping((tensor,), {}),
+        {"w": Source("w", shape, "float32", pieces)},
+        world=world,
+        bucket_bytes=BUCKET_BYTES,
+        block_bytes=4096,
+    ).rank(rank)
+    assert len(plan.rounds) > WatchedLinks.at
+    whole = torch.arange(ROWS * COLUMNS * world, dtype=torch.float32).view(shape)
+    memory = compat.as_bytes(whole[:, COLUMNS * rank : COLUMNS * (rank + 1)].contiguous())
+    image = torch.zeros(plan.image_bytes, dtype=torch.uint8)
+    fill_local(plan, [memory], image)
+    places = clone_store(store)
+
+    def make_links(name: str, timeout_s: float) -> WatchedLinks:
+        return WatchedLinks(compat.prefix_store(name, places), rank, world, timeout_s=timeout_s)
+
+    exchange = Exchange(board, make_links, grace_s=GRACE_S)
+    try:
+        exchange.run(plan, [memory], image, key="a", timeout_s=DEADLINE_S)
+    except HoldfastError as error:
+        named = getattr(error, "rank", None), getattr(error, "waited_for", None)
+        kind: Any = type(error).__name__
+        message = str(error)
+    else:
+        named, kind, message = (None, None), None, ""
+        for part in plan.parts:
+            mine = image[part.image_offset : part.image_offset + part.size].view(torch.float32)
+            assert torch.equal(mine, whole.view(-1)[part.offset // 4 : (part.offset + part.size) // 4])
+    took_s = time.monotonic() - WatchedLinks.begun
+    if kind is None:  # others may not have read all that was sent them
+        meet(board, "end", timeout_s=DEADLINE_S)
+    exchange.close()
+    board.close()
+    print(json.dumps([kind, *named, took_s, message]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
