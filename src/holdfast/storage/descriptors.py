@@ -41,10 +41,14 @@ class _Open:
 
 
 class Descriptors:
-    """Descriptors of files in ``directory``, open until `close` or until others need their place."""
+    """Descriptors of files in ``directory``, open until `close` or until others need their place.
 
-    def __init__(self, directory: str) -> None:
+    ``links``: as in `open_plain`.
+    """
+
+    def __init__(self, directory: str, *, links: bool = False) -> None:
         self._directory = directory
+        self._links = links
         self._open_files: dict[tuple[str, int], _Open] = {}
         """By name and flags, the least recently used first."""
         self._lock = threading.Lock()
@@ -76,7 +80,7 @@ class Descriptors:
     def _open(self, file: StoredFile, flags: int) -> int:
         path = os.path.join(self._directory, file.name)
         try:
-            fd = open_plain(self._directory, file.name, flags)
+            fd = open_plain(self._directory, file.name, flags, links=self._links)
         except FileNotFoundError as error:
             raise CheckpointCorrupt(f"{path} is missing; it was committed with {file.size} bytes", path=path) from error
         except OSError as error:

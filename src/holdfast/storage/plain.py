@@ -1,7 +1,7 @@
 """Opens a file of a checkpoint for reading, and nothing else that may lie under its name. Torch-free.
 
-Guarantees: no link is followed below the directory, not in the middle of a name either; opening never waits (a named
-pipe would, for a writer); what comes back is a plain file.
+Guarantees: no link is followed below the directory, not in the middle of a name either, unless the caller asks for it;
+opening never waits (a named pipe would, for a writer); what comes back is a plain file.
 Assumes: names were checked to be relative and without ``..`` (``format.sealed``, ``format.dcp_reader``).
 """
 
@@ -19,20 +19,21 @@ _NOT_PLAIN: Final = frozenset({errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EN
 PLAIN_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
-def open_plain(directory: str, name: str, flags: int = 0) -> int:
+def open_plain(directory: str, name: str, flags: int = 0, *, links: bool = False) -> int:
     """A descriptor of the plain file ``name`` below ``directory``, which the caller closes; ``flags``: more of them.
 
+    links: follow them, as in a directory that others made of links on purpose (the cache of ``huggingface_hub``).
     Raises `CheckpointCorrupt` where something else is there, `OSError` (`FileNotFoundError` too) as the system says.
     """
     path = os.path.join(directory, name)
-    *parents, last = name.split("/")
+    *parents, last = (path,) if links else name.split("/")
     held = -1
     try:
         for parent in parents:
             before, held = held, _enter(parent if held >= 0 else os.path.join(directory, parent), held)
             if before >= 0:
                 os.close(before)
-        flags |= PLAIN_FLAGS
+        flags |= PLAIN_FLAGS & ~os.O_NOFOLLOW if links else PLAIN_FLAGS
         fd = os.open(last, flags, dir_fd=held) if held >= 0 else os.open(path, flags)
     except ValueError as error:  # a NUL in the middle
         raise CheckpointCorrupt(f"{path!r} can't be the name of a file", path=path) from error

@@ -26,6 +26,7 @@ from holdfast.errors import CheckpointCorrupt, StorageError
 from holdfast.format.manifest import EXTENT_BYTES
 from holdfast.storage.descriptors import Descriptors, StoredFile, refused
 from holdfast.storage.page_cache import PageCache
+from holdfast.storage.turns import take_turns
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -35,6 +36,8 @@ JOB_BYTES: Final = 8 * EXTENT_BYTES
 PARTS_MAX: Final = 256
 """More destinations than this in one call are filled from scratch: with the gaps between, the system takes 1,024."""
 SMALL_PART_BYTES: Final = 16 << 10
+GAP_BYTES_MAX: Final = 2 * EXTENT_BYTES
+"""Bytes that nobody wants are read along with their neighbours, rather than with another call behind them."""
 PAGE_BYTES: Final = 4096
 """What O_DIRECT wants offsets, lengths and memory to be multiples of; some file systems are content with less."""
 
@@ -68,6 +71,8 @@ class FileSet:
     ``blame`` is asked for the tensor in a range that is found corrupt. ``verify`` False skips checksums.
     ``direct``: read what isn't in the page cache around it (O_DIRECT), where the file system can: a fraction of the
     processor's time, and nothing is pushed out of memory; but the next reader of the same bytes finds them on the disk.
+    ``gap_bytes_max``: of what isn't hashed, no more bytes than these are read between two that are wanted; with 0
+    nothing but what is wanted. ``links``: as in `open_plain`.
     Thread-safe.
     """
 
@@ -80,7 +85,10 @@ class FileSet:
         threads: int,
         blame: Blame,
         direct: bool = False,
+        gap_bytes_max: int = GAP_BYTES_MAX,
+        links: bool = False,
     ) -> None:
+        self.gap_bytes_max = gap_bytes_max
         self._directory = directory
         self._files = files
         self._verify = verify
@@ -89,7 +97,7 @@ class FileSet:
         self._buffered: set[str] = set()
         """Files that can't be read around the page cache."""
         self._caches: dict[str, PageCache] = {}
-        self._descriptors = Descriptors(directory)
+        self._descriptors = Descriptors(directory, links=links)
         self._scratch = threading.local()
         self._threads = threads
         self._waits = False
@@ -108,6 +116,10 @@ class FileSet:
     def path_of(self, name: str) -> str:
         return os.path.join(self._directory, name)
 
+    def is_hashed(self, name: str) -> bool:
+        """Whether what is read of a file is matched with checksums, and so always whole extents of it."""
+        return self._verify and self._file(name).extents is not None
+
     def require(self, name: str) -> None:
         """Open a file; raises unless it is there with the size it was committed with."""
         with self._descriptors.opened(self._file(name)):
@@ -118,40 +130,8 @@ class FileSet:
 
         Returns when all have ended; of errors the first is raised, and no job is begun after it.
         """
-        jobs = list(work)
-        threads = self._threads if self._waits else min(self._threads, len(os.sched_getaffinity(0)))
-        queue = iter(jobs)  # of a list: safe to share
-        errors: list[BaseException] = []
-        ended: list[threading.Event] = []
-
-        def take_turns() -> None:
-            try:
-                for job in queue:
-                    if not errors:
-                        job()
-            except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
-                errors.append(error)
-
-        def join_in(end: threading.Event) -> None:
-            take_turns()
-            end.set()
-
-        try:
-            for number in range(1, min(threads, len(jobs))):
-                end = threading.Event()
-                threading.Thread(target=join_in, args=(end,), name=f"holdfast-read-{number}", daemon=True).start()
-                ended.append(end)
-            take_turns()
-            for end in ended:
-                end.wait()
-        finally:  # an interrupt as well waits for the jobs that have begun, and for no other
-            for _ in queue:
-                pass
-            # Not by `Thread.join`: once interrupted it takes the thread for ended (seen with Python 3.11).
-            for end in ended:
-                end.wait()
-        if errors:
-            raise errors[0]
+        jobs = list(work)  # which may be what finds out whether a disk will be waited for
+        take_turns(jobs, self._threads if self._waits else min(self._threads, len(os.sched_getaffinity(0))))
 
     def jobs_for(self, name: str, pieces: Sequence[Piece]) -> list[Callable[[], None]]:
         """Jobs that fill ``pieces`` of file ``name``; the pieces are sorted by start and don't overlap."""
@@ -174,12 +154,18 @@ class FileSet:
 
         Where nothing is hashed there are no extents to respect, and a run is whatever lies in a stretch of a job.
         """
-        step = EXTENT_BYTES if self._verify and file.extents is not None else JOB_BYTES
+        hashed = self.is_hashed(file.name)
+        step = EXTENT_BYTES if hashed else JOB_BYTES
+        gap_max = GAP_BYTES_MAX if hashed else self.gap_bytes_max
         group: list[Piece] = []
         extent = 0
         for piece in _parts_of(pieces, step, file.size):
             begin, last = piece.start // EXTENT_BYTES, (piece.end - 1) // EXTENT_BYTES
-            if group and (piece.start // step != group[0].start // step or begin > extent + 1):
+            if group and (
+                piece.start // step != group[0].start // step
+                or begin > extent + 1
+                or piece.start - group[-1].end > gap_max
+            ):
                 yield _Run(*self._bounds(file, group[0].start, group[-1].end), group)
                 group = []
             group.append(piece)
@@ -204,6 +190,23 @@ class FileSet:
             self._check(file, base, stop, [buffer])
             held = self._scratch.held = (name, base, stop)
         return memoryview(self._scratch.buffer)[start - held[1] : end - held[1]]
+
+    def read_runs(self, name: str, runs: Sequence[tuple[int, int]]) -> memoryview:
+        """The ranges (start, end) of a file that isn't hashed, end to end, in the calling thread's scratch buffer.
+
+        Nothing between them is read. As with `read_span`, valid until the thread's next call, and to be bounded.
+        """
+        file = self._file(name)
+        for start, end in runs:
+            self._check_range(file, start, end)
+        self.require(name)
+        buffer = self._scratch_of(sum(end - start for start, end in runs))
+        at = 0
+        with self._descriptors.opened(file) as fd:
+            for start, end in runs:
+                self._fill_from(fd, file, start, [buffer[at : at + end - start]])
+                at += end - start
+        return buffer
 
     def read_unverified(self, name: str, start: int, memory: memoryview) -> None:
         """Fill ``memory`` with the bytes of a file from ``start`` on, as they are."""
