@@ -1,8 +1,8 @@
 """A published checkpoint, read-only: what it holds, any part of it, and whether every byte is right.
 
 `Checkpoint` is what saves return and `holdfast.open` gives. Opening decodes the manifest only; reports are decoded
-when something of theirs is asked for. Directories written by stock ``dcp.save`` open too (see ``format.foreign``):
-they have no checksums, so `verify` can say only that nothing is missing.
+when something of theirs is asked for. Directories written by stock ``dcp.save`` open too (see ``foreign``), and those
+of Hugging Face models (see ``hf_source``): they have no checksums, so `verify` can say only that nothing is missing.
 
 Guarantees: never writes, locks or recovers; no process group needed; whatever is returned was verified, but for what
 `Checkpoint.map` says of itself.
@@ -25,6 +25,7 @@ from holdfast.boxes import Box, whole
 from holdfast.errors import CheckpointNotFound, ConfigError, HoldfastError, StorageError
 from holdfast.format.manifest import METADATA_NAME
 from holdfast.format.objects import load_object
+from holdfast.hf_source import HFSource
 from holdfast.opening import open_source
 from holdfast.plan.read import Want, plan_reads
 from holdfast.reading import Destination, read_into
@@ -144,6 +145,8 @@ class Checkpoint:
             why = f"it is in {len(stored.shards)} shards" if self._source.checksummed else "Holdfast didn't write it"
             raise ConfigError(f"{self.path}: {name} can't be mapped: {why}; read it", field="name")
         start, end = shard.payload_offset, shard.payload_offset + shard.nbytes
+        if start % stored.itemsize:
+            raise ConfigError(f"{self.path}: {name} can't be mapped: it begins at byte {start}; read it", field="name")
         with self._source.open_files(verify=verify) as files:
             if verify:
                 for at in range(start, end, SPAN_BYTES):
@@ -172,6 +175,11 @@ class Checkpoint:
         already stays, and `verify` says whether it is right. Raises `CheckpointCorrupt`, `StorageError`.
         """
         path = os.path.join(self.path, METADATA_NAME)
+        if isinstance(self._source, HFSource):
+            raise ConfigError(
+                f"{self.path} is a Hugging Face directory; stock DCP reads it with its HuggingFaceStorageReader",
+                field="path",
+            )
         if not isinstance(self._source, HoldfastSource):
             return path  # stock DCP wrote it
         if not self._source.has_committed_metadata and not os.path.lexists(path):

@@ -12,6 +12,8 @@ from typing import Final
 
 from holdfast.errors import CheckpointNotFound, ConfigError
 from holdfast.format.manifest import MANIFEST_NAME, METADATA_NAME
+from holdfast.format.safetensors_header import INDEX_NAME, SINGLE_NAME
+from holdfast.hf_source import has_hf_model, open_hf
 from holdfast.keeping import Found, oldest_first
 from holdfast.root import foreign_steps, lost_manifest, no_manifest
 from holdfast.source import Source, open_holdfast
@@ -21,14 +23,16 @@ _log = logging.getLogger("holdfast")
 
 DEFAULT_TEMPLATE: Final = "step-{step}"
 
+_PICKLED_MODELS: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
 STOCK_PLACES: Final = ("", "model", "weights")
 """Where below its directory a stock checkpoint has its metadata, in one of the layouts that ``foreign`` knows."""
 
 
 def open_source(path: str, *, exports: bool = False) -> Source:
-    """The checkpoint at ``path``; where that is a manager's root, its newest step.
+    """The checkpoint at ``path``, or the model of a Hugging Face directory; of a manager's root, its newest step.
 
-    exports: open an export as well, which has files and checksums, and no tensors that its reports know of. Raises
+    exports: open an export as what its reports say of it: files and checksums, and no tensors. Raises
     `CheckpointNotFound`, `CheckpointCorrupt`, `ConfigError` for a path that can't be one.
     """
     if "://" in path:
@@ -38,13 +42,15 @@ def open_source(path: str, *, exports: bool = False) -> Source:
         raise ConfigError(f"{directory} is a file; a checkpoint is a directory", field="path")
     if os.path.lexists(os.path.join(directory, MANIFEST_NAME)):
         source = open_holdfast(directory)
-        if source.manifest.kind == "export" and not exports:
-            raise ConfigError(
-                f"{directory} is an export, not a checkpoint: load it with from_pretrained, or give the checkpoint of "
-                f"step {source.step}",
-                field="path",
-            )
-        return source
+        if source.manifest.kind == "checkpoint" or exports:
+            return source
+        if has_hf_model(directory):
+            return open_hf(directory)
+        raise ConfigError(
+            f"{directory} is an export without a model that could be loaded, such as an adapter: load it with what it "
+            f"was made for, or give the checkpoint of step {source.step}",
+            field="path",
+        )
     if lost_manifest(LocalStorage(os.path.dirname(directory)), os.path.basename(directory) or "."):
         raise no_manifest(os.path.join(directory, MANIFEST_NAME))
     if any(os.path.isfile(os.path.join(directory, below, METADATA_NAME)) for below in STOCK_PLACES):
@@ -53,6 +59,8 @@ def open_source(path: str, *, exports: bool = False) -> Source:
 
         if foreign := find_foreign(directory):
             return foreign
+    if has_hf_model(directory):
+        return open_hf(directory)
     for retry in (True, False):
         found = newest_step(directory)
         if found is None:
@@ -63,10 +71,18 @@ def open_source(path: str, *, exports: bool = False) -> Source:
             if not retry:  # a writer's retention has taken it away since: its successor is there
                 raise
     raise CheckpointNotFound(
-        f"no checkpoint at {directory}: it has neither {MANIFEST_NAME} nor {METADATA_NAME}, nor published steps below"
-        + ("" if os.path.isdir(directory) else " (it doesn't exist)"),
+        f"no checkpoint at {directory}: it has neither {MANIFEST_NAME} nor {METADATA_NAME}, nor published steps below, "
+        f"nor is it a Hugging Face model's ({SINGLE_NAME} or {INDEX_NAME}){_seen_instead(directory)}",
         path=directory,
     )
+
+
+def _seen_instead(directory: str) -> str:
+    if not os.path.isdir(directory):
+        return " (it doesn't exist)"
+    if any(os.path.lexists(os.path.join(directory, name)) for name in _PICKLED_MODELS):
+        return "; it has a pickled one: convert that, by save_pretrained of a present transformers"
+    return ""
 
 
 def newest_step(root: str) -> Found | None:
