@@ -35,6 +35,12 @@ FQN_MODIFIERS: Final = "_fqn_modifiers"
 
 EXTRA_STATE: Final = "_extra_state"
 
+HF_TIED: Final = "all_tied_weights_keys"
+HF_MAY_LACK: Final = "_keys_to_ignore_on_load_missing"
+HF_MAY_HAVE: Final = "_keys_to_ignore_on_load_unexpected"
+"""Of a ``transformers`` model: what is tied to what, and patterns of names that it doesn't miss in its files, and
+doesn't mind there."""
+
 _PLAIN_TYPES: Final = (torch.Tensor, nn.Parameter)
 
 dtensor_spec = attrgetter("_spec")

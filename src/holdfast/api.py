@@ -117,15 +117,19 @@ def load(
     *,
     strict: bool = True,
     verify: bool = True,
+    key_map: Any = None,
     process_group: Any | None = None,
     timeout: float = 600.0,
 ) -> Checkpoint:
     """Fill ``state`` in place from the checkpoint at ``path``; returns when every rank has.
 
-    path: a checkpoint, a manager's root (its newest step), or a directory that stock DCP wrote. strict: names that
-    are missing, unexpected or of another shape are a `StateMismatch` before anything is touched; otherwise what fits
-    is loaded. Top-level keys that ``state`` doesn't have are simply not loaded. verify: match every byte read with
-    its checksum. process_group: the ranks that load; all of them call this. timeout: seconds.
+    path: a checkpoint, a manager's root (its newest step), a directory that stock DCP wrote, or a Hugging Face model's
+    (``model.safetensors``, or shards with their index): that fills modules, each rank reading what it holds of them.
+    strict: names that are missing, unexpected or of another shape are a `StateMismatch` before anything is touched;
+    otherwise what fits is loaded. Top-level keys that ``state`` doesn't have are simply not loaded. verify: match every
+    byte read with its checksum. key_map: how a Hugging Face directory names and shapes what ``state`` has, as for the
+    export that it is read back from; None for the model's own way. process_group: the ranks that load; all of them call
+    this. timeout: seconds.
 
     Raises `CheckpointNotFound`, `CheckpointCorrupt`, `StateMismatch`, `StorageError`, `DeadlineExceeded`; the same on
     every rank. After a failure in the middle the destination is undefined until a load succeeds.
@@ -142,7 +146,7 @@ def load(
         except Exception as failed:  # noqa: BLE001 - raised by `settle`, after the other ranks have been told
             error = failed
         votes.settle(error, target=target, timeout_s=timeout_s)
-        options = LoadOptions(strict=strict, verify=verify, timeout_s=timeout_s)
+        options = LoadOptions(strict=strict, verify=verify, key_map=key_map, timeout_s=timeout_s)
         return load_state(tree, lambda: target, group, votes, options)
     finally:
         votes.leave()

@@ -58,7 +58,10 @@ class CheckpointConfig:
         load_step: `restore()` loads this step; None or -1 for the newest.
         load_model_only: restore the modules only.
         exclude_from_loading: top-level names of the state that `restore` leaves alone.
-        initial_load_path: a checkpoint to start from where the root has none yet; its modules only are loaded.
+        initial_load_path: a checkpoint, or a Hugging Face model's directory, to start from where the root has none
+            yet; its modules only are loaded.
+        initial_key_map: how a Hugging Face directory at `initial_load_path` has the modules' tensors, see `load`; None
+            for the model's own way.
         on_corrupt: ``"fallback"`` to the next older verified step, or ``"raise"``.
     Names
         name_template: directory of one step; has exactly one field, ``{step}``.
@@ -84,6 +87,7 @@ class CheckpointConfig:
     load_model_only: bool = False
     exclude_from_loading: tuple[str, ...] = ()
     initial_load_path: str | os.PathLike[str] | None = None
+    initial_key_map: Any = None
     load_step: int | None = None
     load_only: bool = False
     name_template: str = "step-{step}"
@@ -127,6 +131,10 @@ class CheckpointConfig:
         object.__setattr__(self, "save_on_signal", checked_signals(self.save_on_signal))
         _check_template(self.name_template)
         object.__setattr__(self, "initial_load_path", _initial_path(self.initial_load_path))
+        if self.initial_key_map is not None and self.initial_load_path is None:
+            raise _bad(
+                "initial_key_map", self.initial_key_map, "None where there is no initial_load_path to read by it"
+            )
         object.__setattr__(self, "last_dtype", _dtype_name(self.last_dtype))
 
 

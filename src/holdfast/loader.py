@@ -16,7 +16,7 @@ import logging
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -24,13 +24,15 @@ from holdfast import _torch_compat as compat
 from holdfast import events
 from holdfast.boxes import whole
 from holdfast.checkpoint import Checkpoint, read_objects
-from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, StorageError
+from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, StorageError
 from holdfast.format.manifest import MANIFEST_NAME
 from holdfast.gc_pause import gc_paused
+from holdfast.hf_fitting import fit
+from holdfast.hf_source import HFSource
 from holdfast.opening import open_source
 from holdfast.optimizer_hook import before_any_load
 from holdfast.plan.read import Want, plan_reads
-from holdfast.reading import Destination, read_into
+from holdfast.reading import Destination, read_into, read_moved
 from holdfast.source import HoldfastSource, Source
 from holdfast.state.entries import local_tensor
 from holdfast.state.loading import Loading, StoredInfo, mismatch_error
@@ -38,10 +40,15 @@ from holdfast.state.structure import LayoutTable
 from holdfast.storage.reader_lease import being_read
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterator
+
+    import torch
 
     from holdfast.agreement import Votes
+    from holdfast.boxes import Box
+    from holdfast.export.refill import MovedTensor
     from holdfast.group import Group
+    from holdfast.state.loading import TensorDestination
     from holdfast.state.tree import StateTree
 
 _log = logging.getLogger("holdfast")
@@ -57,6 +64,8 @@ class LoadOptions:
     verify: bool = True
     model_only: bool = False
     exclude: Collection[str] = ()
+    key_map: Any = None
+    """How a Hugging Face directory has the state's tensors; None for the model's own way."""
     timeout_s: float = 600.0
 
 
@@ -84,10 +93,12 @@ def load_state(
 def _load(tree: StateTree, source: Source, group: Group, votes: Votes, options: LoadOptions) -> Checkpoint:
     error: BaseException | None = None
     loading: Loading | None = None
+    opened = source
     try:
+        source = _fitted(tree, source, options)
         loading = _fit(tree, source, options)
         if options.strict and (loading.missing or loading.mismatched):
-            error = _mismatch(source, loading, loading.unexpected)
+            error = _mismatch(tree, source, loading, loading.unexpected)
     except Exception as failed:  # noqa: BLE001 - raised by `settle`, after the other ranks have been told
         error = failed
     unexpected = votes.settle(
@@ -96,7 +107,7 @@ def _load(tree: StateTree, source: Source, group: Group, votes: Votes, options: 
     if loading is None:
         raise AssertionError("settled without an error and without a plan")
     if unexpected and options.strict:
-        raise _mismatch(source, loading, unexpected)
+        raise _mismatch(tree, source, loading, unexpected)
     objects = {}
     try:
         _fill(loading, source, group, options)
@@ -110,7 +121,7 @@ def _load(tree: StateTree, source: Source, group: Group, votes: Votes, options: 
         error = failed
     votes.settle(error, timeout_s=options.timeout_s)
     events.emit("load.finished", step=source.step, rank=group.rank, path=source.directory)
-    return Checkpoint(source)
+    return Checkpoint(opened)
 
 
 def _open_together(
@@ -125,7 +136,7 @@ def _open_together(
         source = open_source(choose())
         # Rank 0's is enough: it has its own before anybody else looks, and gives it up when all have loaded.
         leases.enter_context(being_read(source.directory))
-        if isinstance(source, HoldfastSource):
+        if isinstance(source, HoldfastSource | HFSource):
             source.raise_for_listing(verify=options.verify)
     except Exception as error:
         votes.share(None, error, timeout_s=timeout_s)
@@ -161,6 +172,19 @@ def _unshared(path: str, seen: str) -> StorageError:
     return StorageError(message, path=path, errno=None)
 
 
+def _fitted(tree: StateTree, source: Source, options: LoadOptions) -> Source:
+    """A Hugging Face directory under the names of the state; any other source as it is."""
+    if isinstance(source, HFSource):
+        return fit(source, tree.holders(exclude=options.exclude), key_map=options.key_map)
+    if options.key_map is not None:
+        raise ConfigError(
+            f"key_map says how a Hugging Face directory names and shapes tensors; {source.directory} is a checkpoint, "
+            "which has the state's own names: leave it out",
+            field="key_map",
+        )
+    return source
+
+
 def _fit(tree: StateTree, source: Source, options: LoadOptions) -> Loading:
     stored = {name: StoredInfo(tensor.shape, tensor.dtype) for name, tensor in source.tensors.items()}
     return tree.destinations(
@@ -170,39 +194,41 @@ def _fit(tree: StateTree, source: Source, options: LoadOptions) -> Loading:
         stored_world=source.world,
         exclude=options.exclude,
         model_only=options.model_only,
+        fitted=isinstance(source, HFSource),
+        optional=source.optional if isinstance(source, HFSource) else (),
     )
 
 
-def _mismatch(source: Source, loading: Loading, unexpected: Collection[str]) -> BaseException:
+def _mismatch(tree: StateTree, source: Source, loading: Loading, unexpected: Collection[str]) -> BaseException:
+    hints = []
+    if isinstance(source, HFSource):
+        models = {holder.key.split(".", 1)[0] for holder in tree.holders()}
+        others = dict.fromkeys(top for name in loading.missing if (top := name.split(".", 1)[0]) not in models)
+        if others:
+            hints.append(f"A Hugging Face directory holds a model and nothing else; the state has {', '.join(others)}.")
+        hints.append(source.hint)
     return mismatch_error(
         source.directory,
         missing=loading.missing,
         unexpected=tuple(unexpected),
         mismatched=loading.mismatched,
         details=loading.details,
+        hint=" ".join(filter(None, hints)),
     )
 
 
 def _fill(loading: Loading, source: Source, group: Group, options: LoadOptions) -> None:
     """Read every wanted box of every destination tensor into its place."""
     layouts = LayoutTable(group.ranks)
+    moved = source.moved if isinstance(source, HFSource) else {}
     wants: list[Want] = []
     destinations: list[Destination] = []
+    gathered: list[tuple[MovedTensor, Box, torch.Tensor]] = []
     for entry in loading.tensors:
-        local = local_tensor(entry.tensor)
-        if not compat.is_dtensor(entry.tensor):
-            box = whole(tuple(entry.tensor.shape))
-            if box.volume:
-                wants.append(Want(entry.name, box, len(destinations), box))
-                destinations.append(Destination(entry.name, local))
-            continue
-        layouts.check_local(entry.tensor, entry.name, group.rank)
-        for box, local_offsets in layouts.boxes_of(entry.tensor, entry.name, group.rank):
-            view = local
-            if tuple(local.shape) != box.sizes:
-                for dim, (offset, size) in enumerate(zip(local_offsets, box.sizes, strict=True)):
-                    view = view.narrow(dim, offset, size)
-            if box.volume:
+        for box, view in _boxes_here(entry, layouts, group.rank):
+            if entry.name in moved:
+                gathered.append((moved[entry.name], box, view))
+            else:
                 wants.append(Want(entry.name, box, len(destinations), box))
                 destinations.append(Destination(entry.name, view))
     plan = plan_reads(wants, source.tensors)
@@ -214,7 +240,26 @@ def _fill(loading: Loading, source: Source, group: Group, options: LoadOptions) 
     )
     with source.open_files(verify=options.verify, direct=not shared) as files:
         read_into(files, plan, destinations, source)
+        read_moved(files, gathered)
     events.count("bytes_read", files.bytes_read)
+
+
+def _boxes_here(entry: TensorDestination, layouts: LayoutTable, rank: int) -> Iterator[tuple[Box, torch.Tensor]]:
+    """The boxes of a destination tensor that this rank holds, each with the part of its memory that it goes to."""
+    local = local_tensor(entry.tensor)
+    if not compat.is_dtensor(entry.tensor):
+        box = whole(tuple(entry.tensor.shape))
+        if box.volume:
+            yield box, local
+        return
+    layouts.check_local(entry.tensor, entry.name, rank)
+    for box, local_offsets in layouts.boxes_of(entry.tensor, entry.name, rank):
+        view = local
+        if tuple(local.shape) != box.sizes:
+            for dim, (offset, size) in enumerate(zip(local_offsets, box.sizes, strict=True)):
+                view = view.narrow(dim, offset, size)
+        if box.volume:
+            yield box, view
 
 
 def is_corrupt(error: BaseException) -> bool:

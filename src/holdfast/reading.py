@@ -8,12 +8,14 @@ belongs. Everything else (strided boxes, other dtypes, device memory) passes thr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Final
 
 import torch
 
 from holdfast import _torch_compat as compat
 from holdfast.boxes import Box, strides
+from holdfast.export.moves import Move
 from holdfast.plan.read import Transfer, byte_span, dest_offset, is_direct, row_chunks
 from holdfast.state.entries import torch_dtype
 from holdfast.storage.reading import FileSet, Piece
@@ -21,10 +23,14 @@ from holdfast.storage.reading import FileSet, Piece
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from holdfast.export.refill import MovedPart, MovedTensor
     from holdfast.plan.read import ReadPlan
     from holdfast.source import RecordReader, Source
 
 SPAN_BYTES_MAX: Final = 8 << 20
+SMALL_RUN_BYTES: Final = 1 << 10
+RUNS_MAX: Final = 4096
+"""More runs than this in one span, all of them small, are read with what lies between them: calls cost more."""
 
 
 @dataclass(slots=True)
@@ -72,11 +78,7 @@ def _read_records(files: FileSet, plan: ReadPlan, destinations: Sequence[Destina
     for transfer in plan.transfers:
         if key != (transfer.file, transfer.payload_offset):
             key, value = (transfer.file, transfer.payload_offset), records.load(files, transfer)
-        part = value
-        for dim, (offset, base, size) in enumerate(
-            zip(transfer.region.offsets, transfer.stored.offsets, transfer.region.sizes, strict=True)
-        ):
-            part = part.narrow(dim, offset - base, size)
+        part = _part_of(value, transfer.region, transfer.stored)
         copy_region(destinations[transfer.dest].tensor, transfer, part)
 
 
@@ -105,14 +107,44 @@ def _through_job(files: FileSet, transfer: Transfer, destination: Destination, s
     dtype = torch_dtype(source.tensors[transfer.name].dtype)
 
     def job() -> None:
-        start, end = byte_span(transfer)
-        span = files.read_span(transfer.file, start, end)
-        flat = torch.frombuffer(span, dtype=torch.uint8).view(dtype)
-        copy_region(
-            destination.tensor, transfer, flat.as_strided(transfer.region.sizes, strides(transfer.stored.sizes))
-        )
+        start, _ = byte_span(transfer)
+        value = read_strided(files, transfer.file, start, dtype, transfer.region.sizes, strides(transfer.stored.sizes))
+        copy_region(destination.tensor, transfer, value)
 
     return job
+
+
+def read_strided(
+    files: FileSet, name: str, start: int, dtype: torch.dtype, counts: Sequence[int], steps: Sequence[int]
+) -> torch.Tensor:
+    """Elements of a file as a tensor of shape ``counts``, ``steps`` elements (> 0) apart in it, from byte ``start`` on.
+
+    Valid until the calling thread's next read; what lies between first and last should be bounded.
+    """
+    itemsize = dtype.itemsize
+    run = 1
+    dim = len(counts)
+    while dim and (steps[dim - 1] == run or counts[dim - 1] == 1):
+        dim -= 1
+        run *= counts[dim]
+    if _is_scattered(files, name, counts[:dim], steps[:dim], run * itemsize, itemsize):
+        starts = [start]
+        for count, step in zip(counts[:dim], steps[:dim], strict=True):
+            starts = [at + index * step * itemsize for at in starts for index in range(count)]
+        gathered = files.read_runs(name, [(at, at + run * itemsize) for at in starts])
+        return torch.frombuffer(gathered, dtype=torch.uint8).view(dtype).reshape(tuple(counts))
+    last = sum((count - 1) * step for count, step in zip(counts, steps, strict=True))
+    span = files.read_span(name, start, start + (last + 1) * itemsize)
+    return torch.frombuffer(span, dtype=torch.uint8).view(dtype).as_strided(tuple(counts), tuple(steps))
+
+
+def _is_scattered(
+    files: FileSet, name: str, counts: Sequence[int], steps: Sequence[int], run_bytes: int, itemsize: int
+) -> bool:
+    """Whether runs are to be read one by one, because of what lies between them."""
+    if not counts or steps[-1] * itemsize - run_bytes <= files.gap_bytes_max or files.is_hashed(name):
+        return False
+    return prod(counts) <= RUNS_MAX or run_bytes >= SMALL_RUN_BYTES
 
 
 def _bounded(transfer: Transfer) -> Iterator[Transfer]:
@@ -125,25 +157,97 @@ def _bounded(transfer: Transfer) -> Iterator[Transfer]:
         for chunk in row_chunks(transfer, SPAN_BYTES_MAX):
             yield from _bounded(chunk) if is_direct(chunk) else (chunk,)
         return
-    region = transfer.region
-    dim = next(dim for dim, size in enumerate(region.sizes) if size > 1)
-    size = region.sizes[dim]
-    rows = max(1, size * SPAN_BYTES_MAX // (end - start))
+    for part in _chunks(transfer.region, transfer.itemsize):
+        yield transfer._replace(region=part)
+
+
+# tensors put together by a key map ----------------------------------------------------------------------------
+
+
+def read_moved(files: FileSet, wanted: Sequence[tuple[MovedTensor, Box, torch.Tensor]]) -> None:
+    """Fill each tensor with its box of a `MovedTensor`; returns when all is read."""
+    jobs = [
+        _moved_job(files, moved, chunk, _part_of(tensor, chunk, box))
+        for moved, box, tensor in wanted
+        for chunk in _chunks(box, tensor.dtype.itemsize)
+    ]
+    with torch.no_grad():
+        files.read(jobs)
+
+
+def _moved_job(files: FileSet, moved: MovedTensor, box: Box, tensor: torch.Tensor) -> Callable[[], None]:
+    def job() -> None:
+        in_place = tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        buffer = tensor if in_place else torch.empty(box.sizes, dtype=tensor.dtype)
+        for part in moved.within(box):
+            for move in _spans(part.move, torch_dtype(part.dtype).itemsize):
+                _read_move(files, part._replace(move=move), buffer)
+        if not in_place:
+            compat.copy_(tensor, buffer)
+
+    return job
+
+
+def _read_move(files: FileSet, part: MovedPart, buffer: torch.Tensor) -> None:
+    """Read the elements of one loop nest into their places in ``buffer``, which is contiguous."""
+    move, dtype = part.move, torch_dtype(part.dtype)
+    # One element that became several is among them only once.
+    loops = [(count, at, to) for count, at, to in move.loops if to]
+    counts = [count for count, _, _ in loops]
+    start = part.start + move.target_offset * dtype.itemsize
+    value = read_strided(files, part.file, start, dtype, counts, [at for _, at, _ in loops])
+    backwards = [dim for dim, (_, _, to) in enumerate(loops) if to < 0]
+    first = move.source_offset + sum((count - 1) * to for count, _, to in loops if to < 0)
+    flat = buffer.as_strided((buffer.numel(),), (1,))
+    place = flat.as_strided(counts, [abs(to) for _, _, to in loops], flat.storage_offset() + first)
+    compat.copy_(place, value.flip(backwards) if backwards else value)
+
+
+def _spans(move: Move, itemsize: int) -> Iterator[Move]:
+    """The move in parts between whose first and last element in the file there is no more than a buffer takes."""
+    if (move.target_stop - move.target_offset) * itemsize <= SPAN_BYTES_MAX:
+        yield move
+        return
+    (count, at, to), *inner = move.loops
+    turns = max(1, SPAN_BYTES_MAX // (at * itemsize))
+    for turn in range(0, count, turns):
+        some = min(turns, count - turn)
+        loops = [(some, at, to), *inner] if some > 1 else inner
+        part = Move(
+            move.source,
+            tuple(loop[0] for loop in loops),
+            move.target_offset + turn * at,
+            tuple(loop[1] for loop in loops),
+            move.source_offset + turn * to,
+            tuple(loop[2] for loop in loops),
+        )
+        yield from _spans(part, itemsize)
+
+
+def _chunks(box: Box, itemsize: int) -> Iterator[Box]:
+    """``box`` in parts of whole rows that a buffer takes."""
+    if box.volume * itemsize <= SPAN_BYTES_MAX:
+        yield box
+        return
+    dim = next(dim for dim, size in enumerate(box.sizes) if size > 1)
+    size = box.sizes[dim]
+    rows = max(1, size * SPAN_BYTES_MAX // (box.volume * itemsize))
     for row in range(0, size, rows):
         part = Box(
-            (*region.offsets[:dim], region.offsets[dim] + row, *region.offsets[dim + 1 :]),
-            (*region.sizes[:dim], min(rows, size - row), *region.sizes[dim + 1 :]),
+            (*box.offsets[:dim], box.offsets[dim] + row, *box.offsets[dim + 1 :]),
+            (*box.sizes[:dim], min(rows, size - row), *box.sizes[dim + 1 :]),
         )
-        yield from _bounded(transfer._replace(region=part))
+        yield from _chunks(part, itemsize)
+
+
+def _part_of(tensor: torch.Tensor, part: Box, box: Box) -> torch.Tensor:
+    for dim, (offset, base, size) in enumerate(zip(part.offsets, box.offsets, part.sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset - base, size)
+    return tensor
 
 
 def _region_of(tensor: torch.Tensor, transfer: Transfer) -> torch.Tensor:
-    view = tensor
-    for dim, (offset, base, size) in enumerate(
-        zip(transfer.region.offsets, transfer.dest_box.offsets, transfer.region.sizes, strict=True)
-    ):
-        view = view.narrow(dim, offset - base, size)
-    return view
+    return _part_of(tensor, transfer.region, transfer.dest_box)
 
 
 def copy_region(tensor: torch.Tensor, transfer: Transfer, value: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from holdfast import events
 from holdfast.errors import CheckpointNotFound, HoldfastError
@@ -67,7 +67,8 @@ class Resumer:
         if not candidates:
             self._on_resumed(None, None)
             if path is not None:
-                load_state(self._tree, lambda: os.fspath(path), group, votes, self._options(model_only=True))
+                options = self._options(model_only=True, key_map=self._config.initial_key_map)
+                load_state(self._tree, lambda: os.fspath(path), group, votes, options)
             return None
         for number, (found, name) in enumerate(candidates):
             try:
@@ -101,9 +102,10 @@ class Resumer:
         rows = [line.split(" ", 1) for line in listing.decode().splitlines()]
         return [(int(number), name) for number, name in rows]
 
-    def _options(self, *, model_only: bool) -> LoadOptions:
+    def _options(self, *, model_only: bool, key_map: Any = None) -> LoadOptions:
         return LoadOptions(
             model_only=model_only,
+            key_map=key_map,
             exclude=self._config.exclude_from_loading,
             timeout_s=self._config.stage_timeout + self._config.persist_timeout,
         )

@@ -26,6 +26,7 @@ DEFAULTS: dict[str, Any] = {
     "load_model_only": False,
     "exclude_from_loading": (),
     "initial_load_path": None,
+    "initial_key_map": None,
     "load_step": None,
     "load_only": False,
     "name_template": "step-{step}",

@@ -13,10 +13,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import torch
+from torch import nn
 
 from holdfast.errors import StateMismatch
 from holdfast.plan.structure import PER_RANK, name_on_rank, rank_label
@@ -39,6 +40,17 @@ class StoredInfo(msgspec.Struct, frozen=True):
 
     shape: tuple[int, ...]
     dtype: str
+
+
+class TensorHolder(NamedTuple):
+    """Tensors of the state that are under one key, each as (name below the key, tensor, whether it must be stored)."""
+
+    key: str
+    """Without a dot behind; empty for tensors that stand at the top of the state."""
+    modules: tuple[nn.Module, ...]
+    """Whose these are; none for those of plain containers."""
+    tensors: list[tuple[str, torch.Tensor, bool]]
+    extra_states: list[str]
 
 
 class TensorDestination(msgspec.Struct, frozen=True, eq=False):
@@ -79,8 +91,12 @@ def mismatch_error(
     unexpected: Sequence[str] = (),
     mismatched: Sequence[str] = (),
     details: Mapping[str, str] | None = None,
+    hint: str = "",
 ) -> StateMismatch:
-    """A `StateMismatch` that shows the first few names of each kind; ``where`` names the checkpoint."""
+    """A `StateMismatch` that shows the first few names of each kind; ``where`` names the checkpoint.
+
+    ``hint``: sentences on what may be the reason, if anything is known.
+    """
     parts = []
     for title, names in (("missing in it", missing), ("in it but not in the state", unexpected)):
         if names:
@@ -88,9 +104,9 @@ def mismatch_error(
     if mismatched:
         told = [f"{name} ({details[name]})" if details and name in details else name for name in mismatched]
         parts.append(f"{len(mismatched)} that don't fit: {_some(told)}")
+    advice = "Fix the state, exclude top-level keys from loading, or pass strict=False to load what fits"
     return StateMismatch(
-        f"{where} doesn't fit the state: {'; '.join(parts)}. Fix the state, exclude top-level keys from loading, or "
-        "pass strict=False to load what fits",
+        f"{where} doesn't fit the state: {'; '.join(parts)}. {hint}{' ' if hint else ''}{advice}",
         missing=tuple(missing),
         unexpected=tuple(unexpected),
         mismatched=tuple(mismatched),
@@ -113,7 +129,11 @@ class LoadBuilder:
         rank: int,
         world: int,
         stored_world: int | None,
+        fitted: bool = False,
+        optional: Collection[str] = (),
     ) -> None:
+        self.fitted = fitted
+        self.optional = frozenset(optional)
         self.tensors = stored_tensors
         self.objects = frozenset(stored_objects)
         self.names = StoredNames([*stored_tensors, *self.objects])

@@ -59,12 +59,14 @@ def plan_part(builder: LoadBuilder, part: ModuleSource | OptimizerSource | State
 
 def _plan_modules(builder: LoadBuilder, part: ModuleSource, key: str) -> None:
     fqns = [str(entry.path[-1]) for entry in part.tensors]
-    prefix = model_prefix(key, fqns, builder.names)
+    prefix = f"{key}." if builder.fitted else model_prefix(key, fqns, builder.names)
     stored_somewhere = {
         id(e.tensor) for e, fqn in zip(part.tensors, fqns, strict=True) if prefix + fqn in builder.names
     }
     for entry, fqn in zip(part.tensors, fqns, strict=True):
-        if prefix + fqn not in builder.names and id(entry.tensor) in stored_somewhere:
+        if prefix + fqn not in builder.names and (
+            id(entry.tensor) in stored_somewhere or prefix + fqn in builder.optional
+        ):
             continue  # tied: writers that keep a shared tensor once keep it under one of its names
         builder.fill(prefix + fqn, entry.tensor, entry.name)
     for path, module in part.extra_states:
@@ -72,7 +74,7 @@ def _plan_modules(builder: LoadBuilder, part: ModuleSource, key: str) -> None:
         wanted = builder.subtree(prefix + str(path[-1]), like)
         if wanted is not None:
             builder.then(lambda objects, module=module, wanted=wanted: module.set_extra_state(wanted(objects)))  # type: ignore[misc]
-        elif like is not None and not holds_nothing(like):
+        elif like is not None and not holds_nothing(like) and prefix + str(path[-1]) not in builder.optional:
             builder.missing(joined(path))
 
 

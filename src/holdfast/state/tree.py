@@ -43,7 +43,7 @@ from holdfast.state.entries import (
     same_objects,
 )
 from holdfast.state.flatten import check_depth, flatten, flatten_exactly, is_entered, item_path
-from holdfast.state.loading import LoadBuilder, Loading, StoredInfo
+from holdfast.state.loading import LoadBuilder, Loading, StoredInfo, TensorHolder
 from holdfast.state.modules import ModuleSource
 from holdfast.state.optimizers import OptimizerSource, as_optimizers
 from holdfast.state.parts_loading import plan_part
@@ -293,6 +293,27 @@ class StateTree:
 
     # loading -------------------------------------------------------------------------------------------------
 
+    def holders(self, *, exclude: Collection[str] = ()) -> list[TensorHolder]:
+        """What of the state takes tensors: its modules, and plain containers, by the key that each is under.
+
+        Top-level keys in ``exclude`` are left out; so are optimizers, and what has a ``state_dict`` of its own.
+        """
+        holders: dict[str, TensorHolder] = {}
+        for part in _single_values(self._refresh()):
+            if str(part.path[0]) in exclude:
+                continue
+            if isinstance(part, ModuleSource):
+                key = joined(tuple(item for item in part.path if item != PER_RANK))
+                named = [(str(entry.path[-1]), entry.tensor, entry.lazy) for entry in part.tensors]
+                extra = [str(path[-1]) for path, _ in part.extra_states]
+                holders[key] = TensorHolder(key, part.modules, named, extra)
+            elif isinstance(part, LeafPart) and isinstance(part.value, torch.Tensor):
+                *above, last = part.path
+                key = str(above[0]) if above else ""
+                holder = holders.setdefault(key, TensorHolder(key, (), [], []))
+                holder.tensors.append((joined((*above[1:], last)), part.value, True))
+        return list(holders.values())
+
     def destinations(
         self,
         stored_tensors: Mapping[str, StoredInfo],
@@ -302,17 +323,28 @@ class StateTree:
         stored_world: int | None = None,
         exclude: Collection[str] = (),
         model_only: bool = False,
+        fitted: bool = False,
+        optional: Collection[str] = (),
     ) -> Loading:
         """What of a checkpoint this rank's state wants, where it goes, and what doesn't fit; changes nothing yet.
 
         ``stored_paths`` may lack names (a foreign writer noted no paths). ``stored_world`` is the number of ranks
         that saved (None: as many as per-rank names say). Top-level keys in ``exclude``, and with ``model_only`` all
         that aren't modules, are neither wanted nor unexpected; in a state without modules ``model_only`` means nothing.
+        ``fitted``: the stored names are this state's own, not those that some stock writer may have used. What modules
+        have under a name in ``optional`` keeps its value where nothing is stored.
         """
         parts = list(_single_values(self._refresh()))
         model_only = model_only and any(isinstance(part, ModuleSource) for part in parts)
         builder = LoadBuilder(
-            stored_tensors, stored_objects, stored_paths, rank=self.rank, world=self.world, stored_world=stored_world
+            stored_tensors,
+            stored_objects,
+            stored_paths,
+            rank=self.rank,
+            world=self.world,
+            stored_world=stored_world,
+            fitted=fitted,
+            optional=optional,
         )
         for part in parts:
             top = str(part.path[0])
