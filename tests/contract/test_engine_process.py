@@ -204,6 +204,29 @@ def test_an_image_that_is_smaller_than_said_is_a_failure(client, sample, tmp_pat
         client.wait_reported("t1", WAIT_S)
 
 
+def test_an_image_that_could_not_be_had_is_tried_again(client, sample, tmp_path):
+    """By every attempt, for there may be memory again; dropped, nothing is left of it, had or not."""
+    client.wait_ready(WAIT_S)
+    empty = fd_count(client.pid)
+    other, plan = sample.register(client)
+    fd = os.memfd_create("late")
+    image, never = client.add_image(fd, sample.nbytes), client.add_image(fd, 2 * sample.nbytes)
+    for number in range(2):
+        persist(client, tmp_path, image, plan, f"early-{number}")
+        with pytest.raises(StorageError, match="holds 0 bytes"):
+            client.wait_reported(f"early-{number}", WAIT_S)
+    os.pwrite(fd, sample.view, 0)
+    os.close(fd)
+    persist(client, tmp_path, image, plan)
+    client.staging_verified("t1")
+    client.wait_reported("t1", WAIT_S)
+    sample.check(tmp_path)
+    for number in (other, image, never):
+        client.drop_image(number)
+    time.sleep(0.2)
+    assert fd_count(client.pid) == empty
+
+
 def test_one_attempt_at_a_time(sample, tmp_path):
     client = EngineClient(0, io_limit_bytes_per_s=MB)
     image, plan = sample.register(client)

@@ -67,6 +67,32 @@ class _Plan:
             return self._compiled
 
 
+class _Image:
+    """An image as it came, mapped at once, or else when it is needed: there may be memory again by then."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        """Takes ``fd`` over; holds it for as long as the image isn't mapped."""
+        self._fds: tuple[int, ...] = (fd,)
+        self._nbytes = nbytes
+        self._view: memoryview | None = None
+        self.mapped()
+
+    def mapped(self) -> memoryview | str:
+        """The bytes, or why they can't be had: told when they are used, where someone waits for an answer."""
+        if self._view is None:
+            found = _map_image(self._fds[0], self._nbytes)
+            if isinstance(found, str):
+                return found
+            self._view = found
+            self.close()
+        return self._view
+
+    def close(self) -> None:
+        """Give up the descriptor; the memory goes with the last attempt that reads it."""
+        fds, self._fds = self._fds, ()
+        close_fds(fds)
+
+
 class Engine:
     """The control loop. Everything but `post` is for its own thread."""
 
@@ -84,8 +110,7 @@ class Engine:
         self._config = messages.Configure(
             writers=2, io_limit_bytes_per_s=None, nice=0, orphan_grace_s=60.0, direct=True
         )
-        self._images: dict[int, memoryview | str] = {}
-        """A string says why the image can't be used."""
+        self._images: dict[int, _Image] = {}
         self._plans: dict[int, _Plan] = {}
         self._attempt: Attempt | None = None
         self._next_beat = 0.0
@@ -216,10 +241,10 @@ class Engine:
                 self._config = message
                 _be_nice(message.nice)
             case messages.AddImage():
-                self._images[message.image] = _map_image(item.fds[0], message.nbytes)
-                close_fds(item.fds)
+                self._images[message.image] = _Image(item.fds[0], message.nbytes)
             case messages.DropImage():
-                self._images.pop(message.image, None)  # unmapped when the last attempt that reads it lets go
+                if (dropped := self._images.pop(message.image, None)) is not None:
+                    dropped.close()
             case messages.AddPlan():
                 self._plans[message.plan] = _Plan(message)
             case messages.DropPlan():
@@ -237,13 +262,14 @@ class Engine:
                 self._leave()
 
     def _persist(self, message: messages.Persist, dir_fd: int) -> None:
-        image, plan = self._images.get(message.image), self._plans.get(message.plan)
+        known, plan = self._images.get(message.image), self._plans.get(message.plan)
+        image = f"image {message.image} is not known" if known is None else known.mapped()
         if self._attempt is not None and not self._attempt.ended:
             problem = f"attempt {self._attempt.name} is still in work"
         elif plan is None:
             problem = f"plan {message.plan} is not known"
-        elif not isinstance(image, memoryview):
-            problem = image or f"image {message.image} is not known"
+        elif isinstance(image, str):
+            problem = image
         else:
             job = Job(message, dir_fd, image, plan.compiled, plan.index, self._options())
             attempt = Attempt(job, self.post)
@@ -362,7 +388,7 @@ def _be_nice(nice: int) -> None:
 
 
 def _map_image(fd: int, nbytes: int) -> memoryview | str:
-    """The image behind ``fd``, or why it can't be had: told when it is used, where someone waits for an answer."""
+    """The image behind ``fd``, or why it can't be had."""
     try:
         size = os.fstat(fd).st_size
         if size < nbytes:
