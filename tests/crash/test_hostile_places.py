@@ -73,11 +73,13 @@ def mounted(kind: str, target: Path, *, size_kib: int) -> Iterator[Path]:
 
 def leave_free(ballast: Path, free_kib: int) -> None:
     """Fill the disk but for about ``free_kib``."""
+    subprocess.run(["sync", "-f", str(ballast.parent)], check=True)  # what was freed is free once that is durable
     stats = os.statvfs(ballast.parent)
     blocks = max(0, stats.f_bavail - free_kib * KIB // stats.f_frsize)
-    with ballast.open("wb") as file, contextlib.suppress(OSError):
-        file.write(b"\0" * (blocks * stats.f_frsize))
-        file.flush()
+    # Unbuffered: what a buffer could not write it would try, and fail, to write again when it is closed.
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        for _ in range(blocks):
+            file.write(b"\0" * stats.f_frsize)
         os.fsync(file.fileno())
 
 
@@ -92,6 +94,7 @@ def test_a_disk_that_is_full_but_for_so_much(kind: str, tmp_path: Path, show: li
             manager.save(1).result(WAIT_S)
             step = 1
             for free_kib in (0, 4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 48, 56, 64, 80, 96):
+                manager._saver._engine.wait_removals(WAIT_S)
                 leave_free(ballast, free_kib)
                 step += 1
                 fill(state, step)
