@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import errno
+import itertools
 import os
 import resource
 import shutil
@@ -231,8 +232,7 @@ def test_a_trainer_without_descriptors_left(tmp_path: Path) -> None:
         for spare in range(6):
             step += 1
             fill(state, step)
-            highest = max(map(int, os.listdir("/proc/self/fd")))
-            resource.setrlimit(resource.RLIMIT_NOFILE, (_nth_free(spare, highest), before[1]))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (_limit_that_leaves(spare), before[1]))
             try:
                 error = manager.save(step).exception(WAIT_S)
             finally:
@@ -249,13 +249,18 @@ def test_a_trainer_without_descriptors_left(tmp_path: Path) -> None:
     assert set(ended) > {"published"}
 
 
-def _nth_free(spare: int, highest: int) -> int:
-    """A limit that leaves ``spare`` numbers below it free."""
-    taken = set(map(int, os.listdir("/proc/self/fd")))
-    for limit in range(3, highest + spare + 2):
-        if sum(number not in taken for number in range(limit)) == spare + 1:
-            return limit
-    return highest + spare + 2
+def _limit_that_leaves(spare: int) -> int:
+    """A limit of descriptors below which ``spare`` numbers are free."""
+    free = (number for number in itertools.count() if not _is_open(number))
+    return next(itertools.islice(free, spare, None))
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
 
 
 # other writers ---------------------------------------------------------------------------------------------------
