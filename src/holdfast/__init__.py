@@ -33,6 +33,8 @@ if TYPE_CHECKING:
         StorageError,
     )
     from holdfast.events import add_hook, statistics
+    from holdfast.export.hf_export import HFExport
+    from holdfast.export.single import export_hf
     from holdfast.handle import SaveHandle, SaveStats
     from holdfast.manager import CheckpointManager
     from holdfast.retention import Best, Keep
@@ -60,6 +62,8 @@ _HOME = {
         "StorageError",
     ),
     "holdfast.events": ("add_hook", "statistics"),
+    "holdfast.export.hf_export": ("HFExport",),
+    "holdfast.export.single": ("export_hf",),
     "holdfast.handle": ("SaveHandle", "SaveStats"),
     "holdfast.manager": ("CheckpointManager",),
     "holdfast.retention": ("Best", "Keep"),
@@ -81,6 +85,7 @@ __all__ = [
     "ConfigError",
     "DeadlineExceeded",
     "EngineDied",
+    "HFExport",
     "HoldfastError",
     "Keep",
     "OutcomeUnknown",
@@ -99,6 +104,7 @@ __all__ = [
     "async_save",
     "dcp",
     "export",
+    "export_hf",
     "load",
     "open",
     "save",

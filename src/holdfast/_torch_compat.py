@@ -11,10 +11,7 @@ Does not: hold any logic of Holdfast's own. A name that torch moves is mended he
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
-from datetime import timedelta
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -420,51 +417,3 @@ def store_of(process_group: Any) -> Any:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._world.pg_map[process_group][1]
-
-
-# gloo ----------------------------------------------------------------------------------------------------------
-
-_UNUSED_TAG: Final = 1 << 30
-
-
-def is_gloo_available() -> bool:
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_gloo_available()
-
-
-def prefix_store(prefix: str, store: Any) -> Any:
-    """``store`` with a key space of its own."""
-    import torch.distributed as dist
-
-    return dist.PrefixStore(prefix, store)
-
-
-def gloo_group(store: Any, rank: int, world: int, timeout_s: float) -> Any:
-    """A gloo group that torch keeps no list of, so that it may be made on any thread and is gone when dropped.
-
-    Waits for all ranks to make theirs, at most ``timeout_s``. Raises `RuntimeError`. The class is public, but hardly
-    documented; its methods are those of every backend. ``dist.new_group`` would do, on the training thread.
-    """
-    import torch.distributed as dist
-
-    return dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=timeout_s))
-
-
-def wait_work(work: Any, timeout_s: float) -> bool:
-    """Wait for one operation of a group, without the GIL. Raises `RuntimeError`; then all its links are cut."""
-    return bool(work.wait(timedelta(seconds=max(timeout_s, 0.001))))
-
-
-def close_gloo_links(group: Any, peers: Sequence[int]) -> None:
-    """End all operations under way, here at once, and for the peers as their connections are closed.
-
-    gloo has no call for this that would leave other groups of the process alone. But it cuts all links when a wait has
-    passed its deadline, and says so to other waits: so wait for what nobody sends, for a millisecond.
-    """
-    nothing = torch.empty(1, dtype=torch.uint8)
-    interfaces = len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
-    for tag in range(_UNUSED_TAG, _UNUSED_TAG + interfaces):  # each of which has links of its own
-        for peer in peers:
-            with contextlib.suppress(RuntimeError):  # that it is closed already, or just has been
-                group.recv([nothing], peer, tag).wait(timedelta(milliseconds=1))

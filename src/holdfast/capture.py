@@ -1,7 +1,8 @@
 """One capture: the state of one step on one rank, on its way into file images.
 
-`Capture` is a snapshot with where it is going and how far it has come. `CapturePool` bounds how many there are and
-owns their buffers: made for the plan in use, reused for ever, replaced when the plan changes.
+`Capture` is a snapshot with where it is going and how far it has come. One checkpoint may be made from it, and any
+number of other deliveries (`Taker`), which use the same images at the same time. `CapturePool` bounds how many there
+are and owns their buffers: made for the plan in use, reused for ever, replaced when the plan changes.
 
 Guarantees: a capture's slot is given back exactly once, whatever happened to it; buffers of an old plan are freed as
 soon as no capture uses them.
@@ -13,14 +14,15 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from holdfast.errors import DeadlineExceeded, StateChangedWhileStaging
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from holdfast.handle import SaveHandle
+    from holdfast.plan.structure import Structure
     from holdfast.plan.write import RankPlan
     from holdfast.snapshot import Snapshot
     from holdfast.staging.layout import CaptureBuffer
@@ -41,6 +43,8 @@ class SaveRequest:
     eager: bool
     extra: dict[str, Any] = field(default_factory=dict)
     """Further members of the manifest."""
+    checkpoint: bool = True
+    """False: nothing is published as ``name``; the capture is made for its takers alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +52,24 @@ class DeliveryPlan:
     """A save plan as one rank carries it out: made once, used until the structure changes.
 
     digest: of this rank's structure. world: what the coordinator knows of all ranks' plans; None elsewhere.
+    structures, digests: each distinct structure by its digest, and the digest of each rank's.
     """
 
     digest: str
     rank_plan: RankPlan
     world: WorldPlan | None
+    structures: Mapping[str, Structure] = field(default_factory=dict)
+    digests: Sequence[str] = ()
+
+
+class Taker(Protocol):
+    """Another delivery from a capture. Exactly one of these is called, on a thread of the session; neither waits."""
+
+    def offer(self, capture: Capture, let_go: Callable[[], None]) -> None:
+        """The capture is staged, or ``capture.error`` says why it isn't; ``let_go`` is called when it isn't needed."""
+
+    def refuse(self, error: BaseException) -> None:
+        """There is no capture; the same on every rank."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +97,10 @@ class Capture:
     skipped: bool = False
     passed: threading.Event = field(default_factory=threading.Event)
     """Nobody need be asked any more whether the state held still."""
+    takers: tuple[Taker, ...] = ()
+    only: Callable[[str], bool] | None = None
+    """Which tensors are to be copied, by name; None for all. What is small is copied all the same."""
+    _users: int = 1
     _deciding: threading.Lock = field(default_factory=threading.Lock)
 
     def give_up(self, error: BaseException | None) -> None:
@@ -95,6 +116,26 @@ class Capture:
         self.staging.abandon()
         self.agreed.set()
         self.staged.set()
+
+    def offer(self, let_go: Callable[[], None]) -> None:
+        """Hand it to its takers, each of which calls ``let_go`` once."""
+        takers, self.takers = self.takers, ()
+        with self._deciding:
+            self._users += len(takers)
+        for taker in takers:
+            taker.offer(self, let_go)
+
+    def refuse(self, error: BaseException) -> None:
+        """Tell its takers that there is none."""
+        takers, self.takers = self.takers, ()
+        for taker in takers:
+            taker.refuse(error)
+
+    def leave(self) -> bool:
+        """One of those who use its images has done so; True for the last."""
+        with self._deciding:
+            self._users -= 1
+            return self._users == 0
 
     def verify(self) -> None:
         """Decide whether the state held still between capture and copy: `error` says what changed, if anything did.

@@ -302,22 +302,12 @@ class Delivery:
             plan=self._plan_in_engine(capture.plan, capture.buffer),
             image=self._image_in_engine(capture.buffer),
         )
-        self._verify(capture)
+        verify_staging(capture)
         self._engine.staging_verified(attempt.id)
         line = self._carrier.wait_reported(attempt)
         capture.handle.add_stats(persist_s=time.perf_counter() - began, bytes=line.nbytes)
         events.count("bytes_persisted", line.nbytes)
         return line
-
-    def _verify(self, capture: Capture) -> None:
-        """Let the training thread say that the state held still; after a grace, look here. See ``staging.stager``."""
-        copied_at = capture.staging.copied_at
-        grace_s = VERIFY_GRACE_S if copied_at is None else copied_at + VERIFY_GRACE_S - time.monotonic()
-        if grace_s > 0:
-            capture.passed.wait(grace_s)
-        capture.verify()
-        if capture.error is not None:
-            raise capture.error
 
     def _image_in_engine(self, buffer: CaptureBuffer) -> int:
         if buffer.engine_image is None:
@@ -386,6 +376,20 @@ def plan_attempt(
         parts=whole.parts,
     )
     return plan, dict(prewritten)
+
+
+def verify_staging(capture: Capture) -> None:
+    """Let the training thread say that the state held still; after a grace, look here. See ``staging.stager``.
+
+    Raises what keeps the capture from being one.
+    """
+    copied_at = capture.staging.copied_at
+    grace_s = VERIFY_GRACE_S if copied_at is None else copied_at + VERIFY_GRACE_S - time.monotonic()
+    if grace_s > 0:
+        capture.passed.wait(grace_s)
+    capture.verify()
+    if capture.error is not None:
+        raise capture.error
 
 
 def write_plan(plan: DeliveryPlan, buffer: CaptureBuffer) -> dict[str, Any]:

@@ -35,6 +35,10 @@ class Group:
     world: int
     ranks: tuple[int, ...]
     board: Board
+    store: Any | None = None
+    """The group's own Store; None for a single rank."""
+    prefix: str = ""
+    """Of this session's keys there."""
 
 
 def open_group(process_group: Any | None, *, purpose: str) -> Group:
@@ -58,4 +62,5 @@ def open_group(process_group: Any | None, *, purpose: str) -> Group:
         )
     ranks = tuple(dist.get_process_group_ranks(group))
     prefix = f"holdfast/{purpose}/{next(_session_numbers[ranks, purpose])}"
-    return Group(rank, len(ranks), ranks, StoreBoard(compat.store_of(group), rank, len(ranks), prefix))
+    store = compat.store_of(group)
+    return Group(rank, len(ranks), ranks, StoreBoard(store, rank, len(ranks), prefix), store, prefix)

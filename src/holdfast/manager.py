@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from holdfast.export.session import Exporter, Ticket
+    from holdfast.exporting import Exports
     from holdfast.handle import SaveHandle
 
 _log = logging.getLogger("holdfast")
@@ -51,7 +53,7 @@ class CheckpointManager:
 
     root: a directory that every rank sees; made if it doesn't exist.
     state: as for `holdfast.save`; the random number generators are added under ``"rng"`` unless it has that key.
-    config: see `CheckpointConfig`. exports: later releases; must be empty.
+    config: see `CheckpointConfig`. exports: `HFExport`, each with a root of its own; `step` makes what is due.
     process_group: the ranks that save together; None for all.
 
     On construction rank 0 locks the root and settles what a crash has left (unless ``load_only``); all ranks wait for
@@ -72,23 +74,21 @@ class CheckpointManager:
         self._config = config = config if config is not None else CheckpointConfig()
         if not isinstance(config, CheckpointConfig):
             raise ConfigError(f"config must be a CheckpointConfig, not {type(config).__name__}", field="config")
-        if exports:
-            raise ConfigError("exports are not in this release; leave `exports` empty", field="exports")
         self._votes = Votes(self._group.board)
         self._root = ""
         self._model_tree: StateTree | None = None
         self._lock: RootLock | None = None
         self._saver: Saver | None = None
+        self._exports: Exports | None = None
         self._preemption: Preemption | None = None
         self._handles: list[SaveHandle] = []
         self._last: SaveHandle | None = None
         self._last_is_final = False
         self._seen_first = False
         self._closed = False
-        self._trash: list[str] = []
-        """What recovery wants removed, until there is an engine to do it."""
+        self._trash: list[str] = []  # what recovery wants removed, until there is an engine to do it
         self.recovered: Any = None
-        """What recovery did at this start (rank 0 only), None where nothing was to do."""
+        """What recovery did at this start (rank 0 only)."""
         error: BaseException | None = None
         try:
             self._root = checked_path(root, field="root")
@@ -105,6 +105,10 @@ class CheckpointManager:
                 self._saver = Saver(self._storage, self._group, config, on_published=self._after_publish)
                 if self._group.rank == 0:
                     self._saver.taken = {name for _, name in published(self._storage, config.name_template)}
+                if exports:
+                    from holdfast.exporting import Exports  # the heavier half, for those who export
+
+                    self._exports = Exports(exports, state, self._root, self._group, config, self._saver)
                 if config.save_on_signal:
                     self._preemption = Preemption(self._group.board, config.save_on_signal, config.signal_timeout)
         except Exception as failed:  # noqa: BLE001 - raised by `settle`, after the other ranks have been told
@@ -121,6 +125,8 @@ class CheckpointManager:
                 guard_updates(self._guard)
                 for name in self._trash:
                     self._saver.remove(name)
+            if self._exports is not None:
+                self._exports.start()
             if self._preemption is not None:
                 self._preemption.start()
         except BaseException:
@@ -137,8 +143,7 @@ class CheckpointManager:
             self.close()
             return
         try:
-            # Other ranks may have failed as well: a save gets the time it would have if this process had died.
-            self._close(ORPHAN_GRACE_S)
+            self._close(ORPHAN_GRACE_S)  # other ranks may have failed as well: as if this process had died
         except HoldfastError as failed:
             # The error that ended training is the one to see.
             _log.warning("while closing after %r: %s", error, failed)
@@ -161,6 +166,8 @@ class CheckpointManager:
         self._keeper.resumed_from(step)
         if self._saver is not None:
             self._saver.taken = set() if name is None else {name}
+        if self._exports is not None:
+            self._exports.resumed_from(step)
 
     # Saving. -----------------------------------------------------------------------------------------------------
 
@@ -184,11 +191,28 @@ class CheckpointManager:
             handles = [self._preemption.save(step, lambda: self._start_for_signal(step, metrics))]
             self._raise_failures()
             return handles
-        if due:
-            return [self.save(step, metrics=metrics)]
+        exporters = [] if self._exports is None else self._exports.due(step)
+        if due or exporters:
+            return self._save_due(step, metrics, exporters, checkpoint=due)
         self._saver.warm_up(self._tree)
         self._raise_failures()
         return []
+
+    def _save_due(
+        self, step: int, metrics: Mapping[str, float] | None, exporters: list[Exporter], *, checkpoint: bool
+    ) -> list[SaveHandle]:
+        """One capture for all of it; the checkpoint's handle comes first."""
+        if checkpoint:
+            takers = tuple(exporter.ticket(step) for exporter in exporters)
+            handles = [self._start(step, metrics, final=False, takers=takers), *(ticket.handle for ticket in takers)]
+        else:
+            assert self._exports is not None
+            handles = self._exports.capture(self._tree, step, exporters)
+        self._handles += handles[1:] if checkpoint else handles
+        for handle in handles if self._config.mode == "sync" else ():
+            handle.exception()
+        self._raise_failures()
+        return handles
 
     def save(self, step: int, *, metrics: Mapping[str, float] | None = None, final: bool = False) -> SaveHandle:
         """Save now, whatever the cadence.
@@ -207,7 +231,9 @@ class CheckpointManager:
         self._raise_failures()
         return handle
 
-    def _start(self, step: int, metrics: Mapping[str, float] | None, *, final: bool) -> SaveHandle:
+    def _start(
+        self, step: int, metrics: Mapping[str, float] | None, *, final: bool, takers: tuple[Ticket, ...] = ()
+    ) -> SaveHandle:
         saver = self._saver
         if saver is None:
             raise ConfigError("this manager was made with load_only=True and never saves", field="load_only")
@@ -233,8 +259,9 @@ class CheckpointManager:
         handle = saver.start(
             self._trees_for(model_only=model_only),
             request,
-            dtype=self._last_dtype() if final else None,
+            dtype=str(self._config.last_dtype) if final and self._config.last_dtype is not None else None,
             complete=complete,
+            takers=takers,
         )
         self._handles.append(handle)
         self._last, self._last_is_final = handle, final
@@ -269,6 +296,8 @@ class CheckpointManager:
         """
         if self._saver is not None:
             self._saver.wait(timeout)
+        if self._exports is not None:
+            self._exports.wait(timeout)
         self._raise_failures()
 
     # What is there. ----------------------------------------------------------------------------------------------
@@ -314,7 +343,12 @@ class CheckpointManager:
                 self._preemption.retire()
             if self._saver is not None:
                 unguard_updates(self._guard)
-                self._saver.close(timeout)
+                try:
+                    if self._exports is not None:
+                        self._saver.wait_staged(timeout)
+                        self._exports.close(timeout)
+                finally:
+                    self._saver.close(timeout)
         finally:
             if self._preemption is not None:
                 self._preemption.close()
@@ -332,6 +366,8 @@ class CheckpointManager:
     def _give_up_start(self) -> None:
         if self._preemption is not None:
             self._preemption.close()
+        if self._exports is not None:
+            self._exports.give_up_start()
         if self._saver is not None:
             self._saver.close(None)
         self._let_go()
@@ -350,11 +386,9 @@ class CheckpointManager:
         return StateTree(state, rank=group.rank, world=group.world, group_ranks=group.ranks, auto_rng=auto_rng)
 
     def _trees_for(self, *, model_only: bool) -> StateTree:
-        if not model_only:
-            return self._tree
-        if self._model_tree is None:
+        if model_only and self._model_tree is None:
             self._model_tree = self._tree.modules_only()
-        return self._model_tree
+        return self._model_tree if model_only and self._model_tree is not None else self._tree
 
     def _stands(self, last: SaveHandle, *, model_only: bool) -> bool:
         """Whether ``last`` is to stay what is saved of its step, given the last-save options; the same on every rank.
@@ -374,10 +408,6 @@ class CheckpointManager:
         config = self._config
         timeout_s = config.stage_timeout + config.persist_timeout + config.commit_timeout
         return self._votes.share(answer, error, timeout_s=timeout_s) == b"stands"
-
-    def _last_dtype(self) -> str | None:
-        dtype = self._config.last_dtype
-        return None if dtype is None else str(dtype)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import xxhash
 
 from holdfast.format.manifest import EXTENT_BYTES
+from holdfast.format.parts import SparseSums
 
 if TYPE_CHECKING:
     from holdfast.format.manifest import ReportFile
@@ -21,7 +22,7 @@ HASH_BYTES: Final = 256 << 10
 def find_bad_extent(storage: Storage, directory: str, file: ReportFile | JoinedFile) -> tuple[int, int] | None:
     """The byte range of the first extent of ``file`` below ``directory`` that doesn't have its checksum, or None."""
     path = f"{directory}/{file.name}"
-    if len(file.extents) != 8 * -(-file.size // EXTENT_BYTES):
+    if isinstance(file.extents, SparseSums) or len(file.extents) != 8 * -(-file.size // EXTENT_BYTES):
         return 0, file.size
     with contextlib.closing(storage.read_pieces(path, EXTENT_BYTES)) as pieces:
         for index, start in enumerate(range(0, file.size, EXTENT_BYTES)):

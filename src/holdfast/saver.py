@@ -15,6 +15,7 @@ Does not know cadence or retention: ``manager`` does.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import queue
@@ -28,7 +29,7 @@ from holdfast.arguments import checked_metrics
 from holdfast.at_exit import close_at_exit
 from holdfast.callbacks import Callbacks
 from holdfast.capture import Capture, SaveRequest
-from holdfast.delivery import Delivery
+from holdfast.delivery import Delivery, verify_staging
 from holdfast.engine.client import EngineClient
 from holdfast.errors import ConfigError, DeadlineExceeded
 from holdfast.handle import SaveHandle
@@ -40,6 +41,7 @@ from holdfast.staging.stager import Staging
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from holdfast.capture import Taker
     from holdfast.checkpoint import Checkpoint
     from holdfast.config import CheckpointConfig
     from holdfast.group import Group
@@ -53,8 +55,6 @@ ORPHAN_GRACE_S: Final = 120.0
 """How long an engine may go on with what is staged and verified when its trainer has died."""
 REMOVAL_GRACE_S: Final = 30.0
 """How long `close` waits for deleted checkpoints to be gone from the disk."""
-IDLE_GRACE_S: Final = 60.0
-"""How long the memory of a capture that was given up waits for copies that were under way."""
 ENGINE_GRACE_S: Final = 10.0
 """How long `close` lets an engine finish what is staged and verified."""
 THREAD_GRACE_S: Final = 5.0
@@ -137,13 +137,16 @@ class Saver:
         *,
         dtype: str | None = None,
         complete: Callable[[SaveRequest], SaveRequest] | None = None,
+        takers: tuple[Taker, ...] = (),
+        only: Callable[[str], bool] | None = None,
     ) -> SaveHandle:
         """Capture the state and return a handle; copies run on, see the module's docstring.
 
         dtype: convert modules' floating-point tensors to it. complete: called on rank 0's stager thread, fills in what
-        only that has to know; what it raises refuses the save on every rank. Raises what makes this rank unable to take
-        part (`ConfigError` for a leaf that can't be stored, `CheckpointExists` where this session has published): the
-        other ranks get the same error from their handles.
+        only that has to know; what it raises refuses the save on every rank. takers: other deliveries from the same
+        capture; only: which tensors they need, by name, where ``request.checkpoint`` is False. Raises what makes this
+        rank unable to take part (`ConfigError` for a leaf that can't be stored, `CheckpointExists` where this session
+        has published): the other ranks get the same error from their handles.
         """
         began = time.perf_counter()
         self._warmed_up = True
@@ -159,15 +162,20 @@ class Saver:
         capture: Capture | None = None
         try:
             self._in_flight[handle] = None
-            events.emit("save.started", step=request.step, rank=self._group.rank, path=handle.path)
-            if not self._take_slot(handle, request):
+            if request.checkpoint:
+                events.emit("save.started", step=request.step, rank=self._group.rank, path=handle.path)
+            if not self._take_slot(handle):
+                self._to_stage.put(Absence(request, handle, None, takers))
                 return handle
             try:
                 request = replace(request, metrics=checked_metrics(request.metrics) if self._group.rank == 0 else {})
-                if request.name in self.taken:  # otherwise the stager thread looks: storage may hang
+                if (
+                    request.checkpoint and request.name in self.taken
+                ):  # otherwise the stager thread looks: storage may hang
                     self._delivery.check_target(request)
-                capture = self._capture(tree, request, handle, dtype)
-                capture.complete = complete if self._group.rank == 0 else None
+                capture = self._capture(tree, request, handle, dtype, only)
+                capture.complete = complete if self._group.rank == 0 and request.checkpoint else None
+                capture.takers = takers
                 self._in_flight[handle] = capture
                 with self._lock:
                     self._unpassed.append(capture)
@@ -175,7 +183,7 @@ class Saver:
                 self._disown(capture)
                 raise
         except BaseException as error:  # interrupts too: whoever closes the session waits for every handle
-            self._to_stage.put(Absence(request, handle, AbortReason.of(error, rank=self._group.rank)))
+            self._to_stage.put(Absence(request, handle, AbortReason.of(error, rank=self._group.rank), takers))
             raise
         self._to_stage.put(capture)
         handle.add_stats(stall_s=time.perf_counter() - began)
@@ -292,7 +300,7 @@ class Saver:
         one = config.stage_timeout + config.persist_timeout + config.commit_timeout
         return one * (1 + len(self._in_flight)) + 30.0
 
-    def _take_slot(self, handle: SaveHandle, request: SaveRequest) -> bool:
+    def _take_slot(self, handle: SaveHandle) -> bool:
         wait = self._config.when_busy == "wait"
         if self._stager.pool.take_slot(wait=False, timeout_s=0.0):
             return True
@@ -302,23 +310,21 @@ class Saver:
             self._stager.pool.take_slot(wait=True, timeout_s=self._longest_s())
             handle.add_stats(stall_s=time.perf_counter() - began)
             return True
-        self._to_stage.put(Absence(request, handle, None))
         return False
 
-    def _capture(self, tree: StateTree, request: SaveRequest, handle: SaveHandle, dtype: str | None) -> Capture:
+    def _capture(
+        self,
+        tree: StateTree,
+        request: SaveRequest,
+        handle: SaveHandle,
+        dtype: str | None,
+        only: Callable[[str], bool] | None,
+    ) -> Capture:
         snapshot = self._snapshots.take(tree, dtype)
+        events.count("captures")
         staging = Staging(snapshot.watched, snapshot.devices, marks=snapshot.marks)
-        capture = Capture(request, handle, self._group.rank, snapshot, staging)
-        plan = self._stager.plan
-        if plan is not None and plan.digest == snapshot.digest and (snapshot.from_device or request.eager):
-            capture.buffer = self._stager.pool.take_buffer()
-            if capture.buffer is not None:
-                try:
-                    # Device copies are enqueued in the order of the training stream, so by the training thread.
-                    self._stager.load_copies(capture, capture.buffer)
-                except BaseException:
-                    self._stager.put_back(capture.buffer, staging)
-                    raise
+        capture = Capture(request, handle, self._group.rank, snapshot, staging, only=only)
+        self._stager.begin_copies(capture)
         return capture
 
     def _disown(self, capture: Capture | None) -> None:
@@ -375,7 +381,9 @@ class Saver:
         while (item := self._to_stage.get()) is not None:
             if isinstance(item, Absence):
                 error, stage = self._stager.vote_absent(item)
-                self._finish(item.handle, error, stage)
+                self._finish(item.request, item.handle, error, stage)
+                for taker in item.takers:
+                    taker.refuse(error)
                 self._in_flight.pop(item.handle, None)
                 continue
             if isinstance(item, WarmUp):
@@ -387,8 +395,10 @@ class Saver:
                 item.give_up(error)
                 go_on = True
             if go_on:
+                item.offer(functools.partial(self._stager.let_go, item))
                 self._to_finalize.put(item)
             else:
+                item.refuse(item.error or skipped(item.request))
                 self._end(item, None)
         self._stager.leave()
         self._to_finalize.put(None)
@@ -398,7 +408,11 @@ class Saver:
     def _run_finalizer(self) -> None:
         while (capture := self._to_finalize.get()) is not None:
             try:
-                outcome: Checkpoint | BaseException = self._delivery.deliver(capture)
+                outcome: Checkpoint | BaseException | None = None
+                if capture.request.checkpoint:
+                    outcome = self._delivery.deliver(capture)
+                else:
+                    verify_staging(capture)
             except BaseException as error:  # noqa: BLE001 - every failure ends in the handle
                 outcome = error
             self._end(capture, outcome)
@@ -410,35 +424,25 @@ class Saver:
         capture.staged.set()
         self._forget(capture)
         try:
-            self._take_back(capture)
+            self._stager.let_go(capture)
             if self._on_published is not None and outcome is not None and not isinstance(outcome, BaseException):
                 self._on_published(request)
         except Exception:  # noqa: BLE001 - the outcome is settled, whatever tidying up runs into
             _log.exception("after the save of step %s", request.step)
         if capture.skipped:
-            self._finish(handle, skipped(request), "skipped")
+            self._finish(request, handle, skipped(request), "skipped")
         elif outcome is None or isinstance(outcome, BaseException):
-            self._finish(handle, outcome or capture.error or AssertionError("a save without an outcome"), "failed")
+            error = outcome or capture.error or AssertionError("a save without an outcome")
+            self._finish(request, handle, error, "failed")
         else:
-            self._finish(handle, outcome, "published")
+            self._finish(request, handle, outcome, "published")
         self._in_flight.pop(handle, None)
 
-    def _finish(self, handle: SaveHandle, outcome: Checkpoint | BaseException, stage: Stage) -> None:
-        """Every handle ends here, with the event that tells how."""
-        more = {} if stage == "published" else {"error": repr(outcome)}
-        events.emit(f"save.{stage}", step=handle.step, rank=self._group.rank, path=handle.path, **more)
+    def _finish(
+        self, request: SaveRequest, handle: SaveHandle, outcome: Checkpoint | BaseException, stage: Stage
+    ) -> None:
+        """Every handle ends here, with the event that tells how; nobody has one of what was captured for others."""
+        if request.checkpoint:
+            more = {} if stage == "published" else {"error": repr(outcome)}
+            events.emit(f"save.{stage}", step=handle.step, rank=self._group.rank, path=handle.path, **more)
         handle.finish(outcome, stage=stage)
-
-    def _take_back(self, capture: Capture) -> None:
-        """Nobody writes to the buffer any more, or nobody else ever gets it."""
-        buffer, capture.buffer = capture.buffer, None
-        try:
-            if capture.staging.wait_idle(IDLE_GRACE_S):
-                capture.snapshot.release()
-            elif buffer is not None:
-                _log.error("copies of step %s do not end; their memory is kept", capture.request.step)
-                self._stager.stuck.append(buffer)
-                buffer = None
-            capture.staging.release()
-        finally:
-            self._stager.pool.give_slot_back(buffer)

@@ -29,6 +29,7 @@ from holdfast.world_plan import WorldPlan, tell_planned
 
 if TYPE_CHECKING:
     from holdfast.agreement import Verdict
+    from holdfast.capture import Taker
     from holdfast.delivery import Delivery
     from holdfast.group import Group
     from holdfast.handle import SaveHandle, Stage
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("holdfast")
 
+IDLE_GRACE_S: Final = 60.0
+"""How long the memory of a capture that was given up waits for copies that were under way."""
 DEVICE_GRACE_S: Final = 10.0
 """How long a buffer that isn't wanted any more waits for copies off a device that were enqueued."""
 
@@ -48,6 +51,7 @@ class Absence:
     request: SaveRequest
     handle: SaveHandle
     refusal: AbortReason | None
+    takers: tuple[Taker, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +85,30 @@ class Stager:
         self._agreement.forget_plans()
         self._agreement.board.close()
 
+    def begin_copies(self, capture: Capture) -> None:
+        """Where the plan in use fits: device copies are enqueued in the order of the training stream, by its thread."""
+        plan, snapshot = self.plan, capture.snapshot
+        if plan is None or plan.digest != snapshot.digest or not (snapshot.from_device or capture.request.eager):
+            return
+        capture.buffer = self.pool.take_buffer()
+        if capture.buffer is not None:
+            try:
+                self.load_copies(capture, capture.buffer)
+            except BaseException:
+                self.put_back(capture.buffer, capture.staging)
+                raise
+
     def load_copies(self, capture: Capture, buffer: CaptureBuffer) -> None:
         """Say what is to be copied into ``buffer``; copies from a device are enqueued, on the calling thread."""
         snapshot = capture.snapshot
         held = [buffer.copies_of(snapshot.held)]
         if snapshot.gathered is not None:
             held.append(buffer.cached_copies_from(snapshot.gathered))
-        capture.staging.load(buffer.cached_copies_of(snapshot.lazy, by_address=True), *held)
+        if capture.only is None:
+            lazy = buffer.cached_copies_of(snapshot.lazy, by_address=True)
+        else:
+            lazy = buffer.copies_of({name: tensor for name, tensor in snapshot.lazy.items() if capture.only(name)})
+        capture.staging.load(lazy, *held)
 
     def prepare(self, warm_up: WarmUp) -> None:
         """A save's agreement and planning without a save; what goes wrong here is told by the first save."""
@@ -136,7 +157,8 @@ class Stager:
         try:
             if capture.complete is not None:
                 request = capture.request = capture.complete(request)
-            self._delivery.check_target(request)
+            if request.checkpoint:
+                self._delivery.check_target(request)
         except HoldfastError as error:
             refusal = AbortReason.of(error, rank=self._group.rank)
         ballot = Ballot(request.step, capture.handle.path, snapshot.digest, replan=plan is None, refusal=refusal)
@@ -190,7 +212,7 @@ class Stager:
         rank, digests = self._group.rank, verdict.rank_digests()
         events.count("plans_made")
         world = WorldPlan(number, structures, digests) if rank == 0 else None
-        return DeliveryPlan(digests[rank], plan_rank(structures, digests, rank), world)
+        return DeliveryPlan(digests[rank], plan_rank(structures, digests, rank), world, structures, digests)
 
     def _copy(self, capture: Capture, plan: DeliveryPlan) -> None:
         """Fill a buffer of ``plan``; the capture's buffer of another plan, if it has one, is given up.
@@ -208,7 +230,7 @@ class Stager:
         elif not capture.staging.is_loaded:
             self.load_copies(capture, buffer)
         capture.plan = plan
-        for placed in buffer.plan.objects:
+        for placed in buffer.plan.objects if capture.request.checkpoint else ():
             record = render_object(capture.snapshot.objects[placed.source], placed.capacity)
             buffer.put_object(placed, record)
         capture.staging.help_copy()
@@ -217,6 +239,23 @@ class Stager:
         buffer = CaptureBuffer(plan)
         buffer.build(pin=pin)
         return buffer
+
+    def let_go(self, capture: Capture) -> None:
+        """One of those who use the capture needs it no more; the last gives everything back."""
+        if not capture.leave():
+            return
+        buffer, capture.buffer = capture.buffer, None
+        try:
+            # Nobody writes to the buffer any more, or nobody else ever gets it.
+            if capture.staging.wait_idle(IDLE_GRACE_S):
+                capture.snapshot.release()
+            elif buffer is not None:
+                _log.error("copies of step %s do not end; their memory is kept", capture.request.step)
+                self.stuck.append(buffer)
+                buffer = None
+            capture.staging.release()
+        finally:
+            self.pool.give_slot_back(buffer)
 
     def put_back(self, buffer: CaptureBuffer, staging: Staging) -> None:
         """Keep or free a buffer that isn't wanted after all, once no device writes to it any more."""

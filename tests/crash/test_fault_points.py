@@ -135,7 +135,7 @@ def check_leftovers(root: Path) -> None:
 
 
 @pytest.mark.timeout(3600 if CHOICE else 120)
-@pytest.mark.parametrize(("world", "few"), [(1, 40), (2, 16)], ids=["1 rank", "2 ranks"])
+@pytest.mark.parametrize(("world", "few"), [(1, 20), (2, 8)], ids=["1 rank", "2 ranks"])
 def test_every_changing_call_of_a_save_fails(
     world: int,
     few: int,
@@ -196,7 +196,7 @@ def test_every_changing_call_of_a_start_fails(
 
     points = run("points", [], ["w"]).seen["w"]
     every = [row for row in faults_at([_anywhere(point) for point in points]) if row[1] != "short"]
-    chosen = choose(every, 20)
+    chosen = choose(every, 10)
     ended: Counter[str] = Counter()
     for start in range(0, len(chosen), PER_JOB):
         rows = chosen[start : start + PER_JOB]

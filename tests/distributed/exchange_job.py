@@ -23,6 +23,7 @@ from holdfast import _torch_compat as compat
 from holdfast.boxes import Box
 from holdfast.coordination import StoreBoard
 from holdfast.errors import HoldfastError
+from holdfast.export import gloo
 from holdfast.export.exchange import Exchange
 from holdfast.export.fill import fill_local
 from holdfast.export.links import GlooLinks, Transfer
@@ -93,7 +94,7 @@ def main() -> None:
     places = clone_store(store)
 
     def make_links(name: str, timeout_s: float) -> WatchedLinks:
-        return WatchedLinks(compat.prefix_store(name, places), rank, world, timeout_s=timeout_s)
+        return WatchedLinks(gloo.prefix_store(name, places), rank, world, timeout_s=timeout_s)
 
     exchange = Exchange(board, make_links, grace_s=GRACE_S)
     try:

@@ -39,14 +39,19 @@ with atheris.instrument_imports(include=["holdfast"]) if atheris else contextlib
     from holdfast.format.dcp_reader import parse_metadata
     from holdfast.format.object_reader import read_object
     from holdfast.format.objects import dump_object, object_capacity, render_object
+    from holdfast.format.parts import FilePart, gap_in, join
     from holdfast.format.pickle_reader import Refused
     from holdfast.format.sealed import seal, xxh3_128
     from holdfast.format.zip_entries import MalformedRecord
     from holdfast.lineage import decode_lineage
     from holdfast.opening import open_source
+    from holdfast.publish import find_gap
+    from holdfast.verifying import verify_source
 
+import msgspec
 import numpy as np
 import torch
+import xxhash
 
 RESERVE_BYTES = 1 << 30
 INPUT_BYTES_MAX = 1 << 16
@@ -119,12 +124,24 @@ def read_report(data: bytes) -> None:
     m.read_index(report, path="x")
 
 
+def read_export_report(data: bytes) -> None:
+    report = m.decode_report(seal(m._REPORT_MAGIC, m.EXPORT_FORMAT, data), path="x")
+    m.read_index(report, path="x")
+    with contextlib.suppress(ValueError):
+        gap_in(join(report.files))
+
+
 def read_index(data: bytes) -> None:
     m.decode_index(data, file_sizes=[1 << 20, 1 << 12], path="x")
 
 
 def read_plan(data: bytes) -> None:
     m.decode_attempt_plan(seal(m._PLAN_MAGIC, m.FORMAT, data), path="x")
+
+
+def read_export_plan(data: bytes) -> None:
+    plan = m.decode_attempt_plan(seal(m._PLAN_MAGIC, m.EXPORT_FORMAT, data), path="x")
+    find_gap(plan, [m.ManifestReport(rank, m.report_name(rank), 0, "", 0) for rank in range(plan.world)])
 
 
 def read_metadata(data: bytes) -> None:
@@ -179,6 +196,39 @@ class Directory:
         source = open_source(str(self.path))
         Checkpoint(source).verify()
         read_parts(Checkpoint(source))
+
+
+class Export:
+    """An export of two ranks, with the input for the report of the first; opened and verified."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir()
+        (path / "a").write_bytes(bytes(EXPORTED[0].total))
+        self.reports = [
+            m.Report("a1b2", 1, rank, 2, (exported(part),), b"", m.encode_index(m.RankIndex((), ())))
+            for rank, part in enumerate(EXPORTED)
+        ]
+        self.with_report(m.encode_report(self.reports[0])[8:-16])
+
+    def with_report(self, data: bytes) -> None:
+        reports = [seal(m._REPORT_MAGIC, m.EXPORT_FORMAT, data), m.encode_report(self.reports[1])]
+        lines = []
+        for rank, report in enumerate(reports):
+            (self.path / m.report_name(rank)).write_bytes(report)
+            lines.append(m.ManifestReport(rank, m.report_name(rank), len(report), xxh3_128(report), 0))
+        manifest = m.Manifest(2, "x", "a1b2", 1, 2, "now", {}, False, {}, tuple(lines), (), kind="export")
+        (self.path / "holdfast.json").write_bytes(m.encode_manifest(manifest))
+        with watched():
+            verify_source(open_source(str(self.path), exports=True))
+
+
+EXPORTED = [FilePart("a", 0, 1 << 20, (1 << 20) + 5), FilePart("a", 1 << 20, 5, (1 << 20) + 5)]
+
+
+def exported(part: FilePart) -> m.ReportFile:
+    sums = xxhash.xxh3_64_digest(bytes(part.size))[::-1]
+    return m.ReportFile(part.name, part.size, sums, part.offset, part.total)
 
 
 class StockDirectory:
@@ -274,6 +324,8 @@ def kinds(place: Path) -> dict[str, tuple[Callable[[bytes], None], list[bytes]]]
     whole = ours.report[8:-16]
     report = m.decode_report(ours.report, path="x")
     document = json.loads(ours.manifest)
+    export = Export(place / "export")
+    parts = [m.encode_report(report)[8:-16] for report in export.reports]
     plan = m.AttemptPlan(
         attempt=document["attempt"],
         name="x",
@@ -282,6 +334,8 @@ def kinds(place: Path) -> dict[str, tuple[Callable[[bytes], None], list[bytes]]]
         planned=((("__0_0.distcp", 4096),),),
         manifest=m.Manifest(m.FORMAT, "x", document["attempt"], 1, 1, "now", {}, True, {}, (), ()),
     )
+    skeleton = msgspec.structs.replace(plan.manifest, kind="export", format=m.EXPORT_FORMAT)
+    export_plan = msgspec.structs.replace(plan, planned=((),), manifest=skeleton, parts=(tuple(EXPORTED),))
     paths = ("../outside", "/etc/passwd", "way-out/outside", "a\0b", "..\\outside", "x" * 300, "holdfast.json", ".", "")
     named = [
         whole.replace(b"\xac__0_0.distcp", bytes((0xA0 + len(path),)) + path.encode())
@@ -296,6 +350,9 @@ def kinds(place: Path) -> dict[str, tuple[Callable[[bytes], None], list[bytes]]]
         "report": (read_report, [whole, *named]),
         "index": (read_index, [report.index]),
         "plan": (read_plan, [m.encode_attempt_plan(plan)[7:-16]]),
+        "export-report": (read_export_report, parts),
+        "export-plan": (read_export_plan, [m.encode_attempt_plan(export_plan)[8:-16]]),
+        "export": (export.with_report, parts),
         "metadata": (read_metadata, [*metadata, *pickles()]),
         "object": (read_record, [*objects(), *map(inside_record, pickles())]),
         "unsealed": (read_unsealed, [ours.manifest, ours.report]),

@@ -17,7 +17,7 @@ import pytest
 
 import holdfast
 
-RUNS = int(os.environ.get("HOLDFAST_FUZZ", "4000"))
+RUNS = int(os.environ.get("HOLDFAST_FUZZ", "2500"))
 SEED = int(os.environ.get("HOLDFAST_FUZZ_SEED", "1"))
 GUIDED = importlib.util.find_spec("atheris") is not None
 RUN_S_MAX = 100 + RUNS / 20

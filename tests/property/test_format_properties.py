@@ -3,6 +3,7 @@
 import pickle
 from contextlib import suppress
 
+import msgspec
 import pytest
 import xxhash
 from hypothesis import HealthCheck, assume, given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from holdfast.dtypes import ITEMSIZE
 from holdfast.errors import CheckpointCorrupt
 from holdfast.format.manifest import (
+    EXPORT_FORMAT,
     EXTENT_BYTES,
     FORMAT,
     AttemptPlan,
@@ -29,9 +31,11 @@ from holdfast.format.manifest import (
     encode_index,
     encode_manifest,
     encode_report,
+    may_hold_data,
     report_name,
 )
 from holdfast.format.objects import dump_object, load_object, object_capacity, render_object
+from holdfast.format.parts import FilePart
 from holdfast.format.pickle_reader import Refused, Vocabulary, read_pickle
 from holdfast.format.sealed import xxh3_128
 from holdfast.format.torch_record import measure, payload_bytes, render
@@ -102,7 +106,46 @@ def attempt_plans(draw):
     )
 
 
+@st.composite
+def parts(draw):
+    """Any that there can be, whether or not they make up files."""
+    total = draw(st.integers(1, 5 * EXTENT_BYTES))
+    start = draw(st.integers(0, (total - 1) // EXTENT_BYTES)) * EXTENT_BYTES
+    end = draw(st.integers(start // EXTENT_BYTES + 1, -(-total // EXTENT_BYTES))) * EXTENT_BYTES
+    name = draw(names.filter(may_hold_data))
+    return FilePart(name, start, min(end, total) - start, total)
+
+
+@st.composite
+def export_reports(draw):
+    own = draw(st.lists(parts(), max_size=4))
+    files = [
+        ReportFile(
+            part.name,
+            part.size,
+            draw(st.binary(min_size=8, max_size=8)) * -(-part.size // EXTENT_BYTES),
+            part.offset,
+            part.total,
+        )
+        for part in own
+    ]
+    return msgspec.structs.replace(draw(reports()), files=tuple(files))
+
+
+@st.composite
+def export_plans(draw):
+    plan = draw(attempt_plans())
+    files = tuple(file for file in plan.manifest.files if may_hold_data(file.name))
+    manifest = msgspec.structs.replace(plan.manifest, kind="export", format=EXPORT_FORMAT, files=files)
+    small = {file.name for file in files}
+    own = st.lists(parts().filter(lambda part: part.name not in small), max_size=3).map(tuple)
+    every = tuple(draw(own) for _ in range(plan.world))
+    return msgspec.structs.replace(plan, planned=((),) * plan.world, manifest=manifest, parts=every)
+
+
 KINDS = {
+    "report of parts": (export_reports(), encode_report, decode_report),
+    "plan of an export": (export_plans(), encode_attempt_plan, decode_attempt_plan),
     "manifest": (manifests(), encode_manifest, decode_manifest),
     "report": (reports(), encode_report, decode_report),
     "plan": (attempt_plans(), encode_attempt_plan, decode_attempt_plan),

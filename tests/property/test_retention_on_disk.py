@@ -253,7 +253,7 @@ class Root(RuleBasedStateMachine):
         assert set(Pins(self.storage).all()) == self.pinned
 
 
-EXAMPLES = int(os.environ.get("HOLDFAST_RETENTION", "60"))
+EXAMPLES = int(os.environ.get("HOLDFAST_RETENTION", "25"))
 TestRoot = pytest.mark.timeout(1200)(Root.TestCase)
 TestRoot.settings = settings(
     max_examples=EXAMPLES, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)

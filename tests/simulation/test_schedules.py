@@ -1,6 +1,6 @@
 """Whatever goes wrong, and in whatever order: schedules drawn from seeds, and a crash at every call of small ones.
 
-HOLDFAST_SCHEDULES says how many (400), HOLDFAST_FIRST_SEED where they begin; they are shared out over the processors.
+HOLDFAST_SCHEDULES says how many (200), HOLDFAST_FIRST_SEED where they begin; they are shared out over the processors.
 ``PYTHONPATH=tests/simulation python -m simulator --seed N`` replays one, with a trace.
 """
 
@@ -13,7 +13,7 @@ import subprocess
 import pytest
 from simulations import command, told_by
 
-SCHEDULES = int(os.environ.get("HOLDFAST_SCHEDULES", "400"))
+SCHEDULES = int(os.environ.get("HOLDFAST_SCHEDULES", "200"))
 FIRST = int(os.environ.get("HOLDFAST_FIRST_SEED", "0"))
 EVERY_CALL_FROM = 5_000
 TIME_S = 300 + SCHEDULES // 5

@@ -115,7 +115,20 @@ def test_reports_together_say_what_a_file_is(seed):
     gapped = join([found for found in rows if found != lost])
     assert gap_in(gapped) == f"bytes {lost.offset} to {lost.offset + lost.size} of {lost.name} are in no part"
     for file in gapped:
-        assert len(file.extents) == 8 * -(-file.size // BLOCK_BYTES)
+        expected = row(FilePart(file.name, 0, file.size, file.size)).extents
+        for at in range(0, file.size, BLOCK_BYTES):
+            first = at // BLOCK_BYTES * 8
+            known = not any(start <= at < end for start, end in file.gaps)
+            assert file.extents[first : first + 8] == (expected[first : first + 8] if known else b"")
+
+
+def test_no_memory_is_taken_by_what_a_report_says_of_a_size():
+    part = row(FilePart("a", 1 << 60, MB, 1 << 62), bytes(range(8)))
+    (joined,) = join([part])
+    assert joined.gaps == ((0, 1 << 60), ((1 << 60) + MB, 1 << 62))
+    first = (1 << 60) // BLOCK_BYTES * 8
+    assert joined.extents[first : first + 8] == bytes(range(8))
+    assert joined.extents[0:8] == b""
 
 
 def test_reports_that_contradict_each_other_are_refused():

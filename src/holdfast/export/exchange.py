@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import torch
 
-from holdfast import _torch_compat as compat
 from holdfast.errors import ConfigError, HoldfastError
+from holdfast.export import gloo
 from holdfast.export.fill import check_memories, run_copies
 from holdfast.export.links import GlooLinks, PeerLate, PeerLost
 from holdfast.export.rank_plan import BUCKETS
@@ -68,12 +68,12 @@ class Exchange:
     @classmethod
     def over_gloo(cls, board: Board, store: Any, prefix: str, *, grace_s: float = GRACE_S) -> Exchange:
         """Links over gloo, which find one another through ``store`` under names that begin with ``prefix``."""
-        if not compat.is_gloo_available():
+        if not gloo.is_gloo_available():
             raise ConfigError("an export by several ranks needs torch.distributed with gloo; this torch has none")
         own = clone_store(store)
 
         def make_links(name: str, timeout_s: float) -> Links:
-            place = compat.prefix_store(f"{prefix}/{name}", own)
+            place = gloo.prefix_store(f"{prefix}/{name}", own)
             return GlooLinks(place, board.rank, board.world, timeout_s=timeout_s)
 
         return cls(board, make_links, grace_s=grace_s)

@@ -25,7 +25,8 @@ import msgspec
 
 from holdfast.errors import CheckpointCorrupt, HoldfastError
 from holdfast.export.hf_layout import CODE_BITS, HEADER_BYTES_MAX, INDEX_NAME, RESERVED_NAME, SUFFIX, WEIGHTS_NAME
-from holdfast.format.manifest import DIMENSIONS_MAX, MANIFEST_NAME, decode_manifest
+from holdfast.format.index_checks import DIMENSIONS_MAX
+from holdfast.format.manifest import MANIFEST_NAME, decode_manifest
 from holdfast.root import MAX_MANIFEST_BYTES
 from holdfast.storage.descriptors import refused
 from holdfast.storage.plain import open_plain

@@ -27,7 +27,7 @@ from holdfast.errors import ConfigError
 from holdfast.export.moves import KeyMapping, MappedTensor, inverted
 from holdfast.export.reversal import uncovered
 from holdfast.export.rules import Fp8, Notes, Rule, listed, refused
-from holdfast.export.stand_ins import origin, stand_in
+from holdfast.export.stand_ins import StandIn, origin, stand_in
 from holdfast.export.tracing import is_cast_by_rule, run_on_stand_ins, traced
 
 if TYPE_CHECKING:
@@ -68,10 +68,11 @@ def compile_key_map(
         state = step.applied_to(state, notes)
     _check_quantized(state, notes)
     targets: dict[str, MappedTensor] = {}
+    storages = _storages(state)
     for name, tensor in state.items():
         kind = _final_dtype(name, tensor, dtype, fp32_keys)
         made = traced(name, tensor, kind)
-        _add(targets, MappedTensor(name, made.shape, made.dtype, made.moves))
+        _add(targets, MappedTensor(name, made.shape, made.dtype, made.moves, storage=storages.get(name)))
         if id(tensor) in notes.blocks:
             _add(targets, _scales(targets[name], notes.blocks[id(tensor)][1]))
     for pattern in fp32_keys:
@@ -90,6 +91,18 @@ def _tied(tied: Sequence[Sequence[str]], sources: Sources, model: Any) -> list[l
 
         tied = tied_names(model)
     return [list(group) for group in tied if any(name in sources for name in group)]
+
+
+def _storages(state: StateDict) -> dict[str, str]:
+    """For tensors that would share memory with others, which: the first of its names stands for it."""
+    first: dict[int, str] = {}
+    shared: dict[str, str] = {}
+    for name, tensor in state.items():
+        if isinstance(tensor, StandIn):
+            found = first.setdefault(id(tensor.memory), name)
+            if found != name:
+                shared[name] = shared[found] = found
+    return shared
 
 
 def _check_dtype(dtype: Any) -> None:

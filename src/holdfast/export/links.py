@@ -12,8 +12,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final, Protocol
 
-from holdfast import _torch_compat as compat
 from holdfast.errors import HoldfastError
+from holdfast.export import gloo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +57,7 @@ class GlooLinks:
 
     def __init__(self, store: Any, rank: int, world: int, *, timeout_s: float) -> None:
         self._peers = [peer for peer in range(world) if peer != rank]
-        self._group = compat.gloo_group(store, rank, world, timeout_s)
+        self._group = gloo.gloo_group(store, rank, world, timeout_s)
 
     def send(self, peer: int, memory: torch.Tensor, tag: int) -> Transfer:
         return _GlooTransfer(lambda: self._group.send([memory], peer, tag), peer)
@@ -66,7 +66,7 @@ class GlooLinks:
         return _GlooTransfer(lambda: self._group.recv([memory], peer, tag), peer)
 
     def abort(self) -> None:
-        compat.close_gloo_links(self._group, self._peers)
+        gloo.close_gloo_links(self._group, self._peers)
 
 
 class _GlooTransfer:
@@ -80,7 +80,7 @@ class _GlooTransfer:
     def wait(self, timeout_s: float) -> None:
         began = time.monotonic()
         try:
-            done = compat.wait_work(self._work, timeout_s)
+            done = gloo.wait_work(self._work, timeout_s)
         except RuntimeError as error:
             kind = PeerLate if time.monotonic() - began >= timeout_s - _LATE_S else PeerLost
             raise kind(_first_line(error)) from error

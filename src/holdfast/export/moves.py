@@ -77,6 +77,8 @@ class MappedTensor:
     """fp8: this tensor holds the block scales of that target, and its moves are those of that target."""
     block: tuple[int, int] | None = None
     """Of a tensor of scales: rows and columns of the weight that share one scale."""
+    storage: str | None = None
+    """Tensors of one storage, such as the experts that are views of one parameter, go to one file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ file's size. Does not: look at files.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
@@ -46,12 +47,28 @@ class FilePart(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 @dataclass(frozen=True, slots=True)
+class SparseSums:
+    """Checksums of some of a file's extents, to be asked for like the bytes of all of them; of the others, none.
+
+    What a report says of a file's size may be anything: no memory is taken by it.
+    """
+
+    starts: tuple[int, ...]
+    """Where the sums of each part would begin among those of the whole file, ascending."""
+    sums: tuple[bytes, ...]
+
+    def __getitem__(self, wanted: slice) -> bytes:
+        at = bisect_right(self.starts, wanted.start) - 1
+        return self.sums[at][wanted.start - self.starts[at] : wanted.stop - self.starts[at]] if at >= 0 else b""
+
+
+@dataclass(frozen=True, slots=True)
 class JoinedFile:
-    """A data file as its reports tell it together. ``gaps``: byte ranges that no report covers, their sums zero."""
+    """A data file as its reports tell it together. ``gaps``: byte ranges that no report covers."""
 
     name: str
     size: int
-    extents: bytes
+    extents: bytes | SparseSums
     gaps: tuple[tuple[int, int], ...] = ()
 
 
@@ -116,23 +133,24 @@ def _joined(name: str, rows: list[ReportFile]) -> JoinedFile:
             raise ValueError(f"{name} is covered twice, as a whole file")
         return JoinedFile(name, rows[0].size, rows[0].extents)
     total = rows[0].total
-    extents: list[bytes] = []
     gaps: list[tuple[int, int]] = []
     end = 0
-    for row in sorted(rows, key=attrgetter("offset", "size")):
+    rows = sorted(rows, key=attrgetter("offset", "size"))
+    for row in rows:
         if row.total != total:
             raise ValueError(f"{name} is said to have {total} bytes, and to have {row.total}")
         if row.offset < end:
             raise ValueError(f"bytes {row.offset} to {end} of {name} are covered twice")
         if row.offset > end:
             gaps.append((end, row.offset))
-            extents.append(bytes(_SUM_BYTES * ((row.offset - end) // BLOCK_BYTES)))
-        extents.append(row.extents)
         end = row.offset + row.size
     if end < total:
         gaps.append((end, total))
-        extents.append(bytes(_SUM_BYTES * -((end - total) // BLOCK_BYTES)))
-    return JoinedFile(name, total, b"".join(extents), tuple(gaps))
+    sums = tuple(row.extents for row in rows)
+    if not gaps:
+        return JoinedFile(name, total, b"".join(sums))
+    starts = tuple(row.offset // BLOCK_BYTES * _SUM_BYTES for row in rows)
+    return JoinedFile(name, total, SparseSums(starts, sums), tuple(gaps))
 
 
 def gap_in(files: Iterable[JoinedFile]) -> str | None:

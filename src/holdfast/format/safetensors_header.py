@@ -20,7 +20,7 @@ import msgspec
 
 from holdfast.dtypes import ITEMSIZE
 from holdfast.errors import CheckpointCorrupt, ConfigError
-from holdfast.format.manifest import DIMENSIONS_MAX
+from holdfast.format.index_checks import DIMENSIONS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -11,10 +11,13 @@ import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from holdfast.errors import CheckpointCorrupt, StorageError
 from holdfast.storage.plain import open_plain
+
+if TYPE_CHECKING:
+    from holdfast.format.parts import SparseSums
 
 OPEN_FILES_MAX: Final = 128
 """A process may often have 1,024, and a checkpoint of a large world has more files."""
@@ -30,7 +33,7 @@ class StoredFile:
 
     name: str
     size: int
-    extents: bytes | None
+    extents: bytes | SparseSums | None
     gaps: tuple[tuple[int, int], ...] = ()
 
 

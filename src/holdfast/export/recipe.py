@@ -1,0 +1,222 @@
+"""What an export is made of: from the modules of a state and who holds what to files, their bytes' owners, and assets.
+
+    recipe = Recipe(export, models, rank=0)    on the training thread: names, ties, configuration of the modules
+    made = recipe.plan(stock)                  off it, once a plan: files, key maps, blocks, what lies beside weights
+
+Guarantees: whatever doesn't fit together is a `ConfigError` that names it, before a byte is written; all ranks that
+plan from the same stock agree.
+Does not: touch tensors' data, or wait for anyone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from holdfast.errors import ConfigError
+from holdfast.export.assets import AssetSet, collect_assets
+from holdfast.export.hf_default import is_pretrained, saves_adapter_only, tied_names, unwrapped
+from holdfast.export.hf_layout import (
+    HFLayout,
+    Part,
+    TargetTensor,
+    adapter_layout,
+    layout_parts,
+    target_of,
+)
+from holdfast.export.key_map import compile_key_map
+from holdfast.export.moves import KeyMapping, MappedTensor
+from holdfast.export.plan import ExportPlan, plan_export
+from holdfast.export.rules import Fp8
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from holdfast.export.hf_export import HFExport
+    from holdfast.export.material import Stock
+    from holdfast.export.sources import Source
+
+FLOAT8 = "float8_e4m3fn"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One module of the state, as it is when the session begins; or what is known of it."""
+
+    key: str
+    module: nn.Module | None
+    order: tuple[str, ...]
+    """Names in the order of its state dict, which is that of the files."""
+    tied: tuple[tuple[str, ...], ...]
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """The plan of an export, for as long as the structure of the state stands."""
+
+    plan: ExportPlan
+    layout: HFLayout
+    prewritten: Mapping[str, bytes]
+    """Rank 0's: all files but those of weights."""
+
+
+class Recipe:
+    """What ``export`` asks of ``models``, on one rank."""
+
+    def __init__(self, export: HFExport, models: Sequence[Model], *, rank: int) -> None:
+        """Raises `ConfigError` for what can't be exported; rank 0 collects assets: `StorageError` too."""
+        self._export = export
+        self._rank = rank
+        self._models = list(models)
+        self.keys = frozenset(model.key for model in self._models)
+        self._assets = self._collect() if rank == 0 else AssetSet()
+
+    def wants(self, name: str) -> bool:
+        """Whether the tensor called ``name`` in the state is exported, or may be."""
+        return name.partition(".")[0] in self.keys
+
+    def plan(self, stock: Stock) -> Made:
+        """The plan for a state that the ranks hold as ``stock`` says."""
+        sources = stock.sources(self.wants)
+        mappings = [self._mapping(model, sources) for model in self._models]
+        layout = self._layout(mappings)
+        whole = KeyMapping(tuple(tensor for mapping in mappings for tensor in mapping.tensors), {})
+        used = {move.source for tensor in whole.tensors for move in tensor.moves}
+        plan = plan_export(
+            layout.files,
+            whole,
+            {name: source for name, source in sources.items() if name in used},
+            world=stock.world,
+        )
+        return Made(plan, layout, self._prewritten(layout) if self._rank == 0 else {})
+
+    # Inside. -----------------------------------------------------------------------------------------------------
+
+    def _collect(self) -> AssetSet:
+        export = self._export
+        main = self._models[0].module if len(self._models) == 1 else None
+        adapter = main is not None and saves_adapter_only(main)
+        has_config = export.assets is not None or is_pretrained(main)
+        updates = {"quantization_config": _FP8_CONFIG} if self._is_fp8 and has_config else None
+        return collect_assets(
+            export.assets,
+            export.tokenizer,
+            main,
+            dtype=None if self._is_fp8 else export.dtype,
+            adapter=adapter,
+            config_updates=updates,
+        )
+
+    @property
+    def _is_fp8(self) -> bool:
+        return self._export.dtype == FLOAT8
+
+    def _mapping(self, model: Model, sources: Mapping[str, Source]) -> KeyMapping:
+        prefix = f"{model.key}."
+        there = {name.removeprefix(prefix): source for name, source in sources.items() if name.startswith(prefix)}
+        order = [name for name in model.order if name in there]
+        order += [name for name in there if name not in set(order)]
+        key_map, dtype = self._export.key_map, self._export.dtype
+        if self._is_fp8:
+            key_map = [key_map, Fp8(_QUANTIZED)]
+            dtype = None
+        mapping = compile_key_map(
+            key_map,
+            {name: (there[name].shape, there[name].dtype) for name in order},
+            dtype=None if dtype is None else getattr(torch, str(dtype)),
+            fp32_keys=tuple(self._export.fp32_keys),
+            tied=[list(group) for group in model.tied],
+            model=model.module,
+        )
+        own = prefix if len(self._models) > 1 else ""  # of several models each has its names to itself
+        renamed = [
+            replace(
+                tensor,
+                name=own + tensor.name,
+                scale_of=None if tensor.scale_of is None else own + tensor.scale_of,
+                storage=None if tensor.storage is None else own + tensor.storage,
+                moves=tuple(replace(move, source=prefix + move.source) for move in tensor.moves),
+            )
+            for tensor in mapping.tensors
+        ]
+        return KeyMapping(tuple(renamed), mapping.aliases)
+
+    def _layout(self, mappings: Sequence[KeyMapping]) -> HFLayout:
+        if len(mappings) == 1 and _is_adapter(self._models[0]):
+            return adapter_layout([_target(tensor) for tensor in mappings[0].tensors])
+        several = len(mappings) > 1
+        parts = [
+            Part(
+                tuple(_target(tensor) for tensor in mapping.tensors),
+                weights_name=f"{model.key}.safetensors" if several else "model.safetensors",
+            )
+            for model, mapping in zip(self._models, mappings, strict=True)
+        ]
+        return layout_parts(
+            parts,
+            max_shard_bytes=self._export.max_shard_bytes,
+            total_parameters=sum(model.parameters for model in self._models),
+        )
+
+    def _prewritten(self, layout: HFLayout) -> dict[str, bytes]:
+        names = [file.name for file in layout.files]
+        if layout.index is not None:
+            names.append(layout.index_name)
+        self._assets.require_apart_from(names)
+        files = {asset.path: asset.read() for asset in self._assets.files}
+        if layout.index is not None:
+            files[layout.index_name] = layout.index
+        return files
+
+
+_QUANTIZED = (
+    r"^(?!.*(embed|lm_head|norm|\.gate\.|router|wte|wpe))"
+    r".*(proj|linear|fc\d?|query|key|value|dense)\.weight$"
+)
+"""What is quantized where the dtype says so: matrices of linear layers, but for embeddings, heads and routers."""
+_FP8_CONFIG = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+
+
+def models_of(export: HFExport, state: Mapping[str, Any]) -> list[Model]:
+    """Top-level modules of the state that are to be exported, in its order."""
+    there = {str(key): value for key, value in state.items() if isinstance(value, nn.Module)}
+    if export.modules is not None:
+        missing = [name for name in export.modules if name not in there]
+        if missing:
+            raise ConfigError(
+                f"HFExport.modules: the state has no module {', '.join(map(repr, missing))}; "
+                f"there are {', '.join(map(repr, there)) or 'none'}",
+                field="modules",
+            )
+        return [model_of(name, there[name]) for name in export.modules]
+    if not there:
+        raise ConfigError(
+            "the state has no module at its top level: there is nothing to export; pass the model as state['model']",
+            field="exports",
+        )
+    return [model_of(name, module) for name, module in there.items()]
+
+
+def model_of(key: str, module: nn.Module) -> Model:
+    inner = unwrapped(module)
+    order = tuple(inner.state_dict(keep_vars=True))
+    count = getattr(inner, "num_parameters", None)
+    parameters = count() if callable(count) else sum(parameter.numel() for parameter in inner.parameters())
+    return Model(key, inner, order, tuple(map(tuple, tied_names(inner))), int(parameters))
+
+
+def _is_adapter(model: Model) -> bool:
+    return model.module is not None and saves_adapter_only(model.module)
+
+
+def _target(tensor: MappedTensor) -> TargetTensor:
+    return target_of(tensor.name, tensor.dtype, tensor.shape, storage=tensor.storage)

@@ -1,0 +1,150 @@
+"""Exports by several ranks are what `save_pretrained` of the gathered model writes, byte for byte, and load as such."""
+
+from __future__ import annotations
+
+import copy
+import filecmp
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import run_job
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+from _export_models import tiny_model
+
+import holdfast
+
+pytest.importorskip("transformers")
+
+SHARD_BYTES = 100_000
+
+
+def same_files(reference: Path, export: Path) -> None:
+    """Every file that `save_pretrained` wrote is there, with the same bytes."""
+    names = sorted(os.listdir(reference))
+    assert set(names) <= set(os.listdir(export)), export
+    different = [name for name in names if not filecmp.cmp(reference / name, export / name, shallow=False)]
+    assert not different, f"{export}: {different}"
+
+
+def reference_of(model: torch.nn.Module, dtype: torch.dtype | None, target: Path) -> None:
+    whole = copy.deepcopy(model)
+    if dtype is not None:
+        whole = whole.to(dtype)
+    whole.save_pretrained(target, max_shard_size=SHARD_BYTES)
+
+
+def shard_layers(model: torch.nn.Module, mesh: object) -> None:
+    for module in list(model.modules()):
+        if isinstance(module, torch.nn.ModuleList):
+            for layer in module:
+                if not isinstance(layer, torch.nn.ModuleList):
+                    fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def export_fsdp(place: str) -> None:
+    root, rank = Path(place), dist.get_rank()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for kind in ("llama-tied", "qwen3-moe", "mixtral", "gpt2", "qwen2.5-vl"):
+        model = tiny_model(kind)
+        for dtype in (None, torch.bfloat16):
+            reference, target = root / f"{kind}-{dtype}-reference", root / f"{kind}-{dtype}"
+            if rank == 0:
+                reference_of(model, dtype, reference)
+            sharded = copy.deepcopy(model)
+            shard_layers(sharded, mesh)
+            path = holdfast.export_hf({"model": sharded}, target, dtype=dtype, max_shard_bytes=SHARD_BYTES)
+            assert path == target
+            if rank == 0:
+                same_files(reference, target)
+                assert holdfast.open(target).verify().ok
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_models_that_fsdp_has_sharded(ranks: int, tmp_path: Path) -> None:
+    run_job(export_fsdp, nproc=ranks, args=[tmp_path])
+
+
+def export_tensor_parallel(place: str) -> None:
+    """Dim-0 and dim-1 shards of attention and MLP, alone and on top of FSDP2."""
+    root, rank, world = Path(place), dist.get_rank(), dist.get_world_size()
+    model = tiny_model("llama-tied")
+    reference = root / "reference"
+    if rank == 0:
+        reference_of(model, torch.bfloat16, reference)
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "tensor"))
+    plan = {
+        **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+        "self_attn.o_proj": RowwiseParallel(),
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(),
+    }
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh["tensor"], plan)
+        if world > 2:
+            fully_shard(layer, mesh=mesh["data"])
+    if world > 2:
+        fully_shard(model, mesh=mesh["data"])
+    target = holdfast.export_hf(model, root / "export", dtype="bfloat16", max_shard_bytes=SHARD_BYTES)
+    if rank == 0:
+        same_files(reference, target)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tensor_parallel_models(ranks: int, tmp_path: Path) -> None:
+    run_job(export_tensor_parallel, nproc=ranks, args=[tmp_path])
+
+
+def export_from_a_manager(place: str) -> None:
+    """Exports between checkpoints and with them; published while training goes on, without any further call."""
+    root, rank = Path(place), dist.get_rank()
+    torch.manual_seed(0)
+    model = tiny_model("llama-tied")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shard_layers(model, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    published: list[tuple[str, int]] = []
+    stop = holdfast.add_hook(
+        lambda event: published.append((event.kind, event.step)) if event.kind == "export.published" else None
+    )
+    export = holdfast.HFExport(root / "hf", every=1, keep=holdfast.Keep(last=2), dtype="bfloat16")
+    config = holdfast.CheckpointConfig(every=2)
+    state = {"model": model, "optimizer": optimizer}
+    last: dict[str, torch.Tensor] = {}
+    with holdfast.CheckpointManager(root / "checkpoints", state, config=config, exports=[export]) as manager:
+        for step in range(1, 5):
+            tokens = torch.randint(0, model.config.vocab_size, (2, 8))
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            before = holdfast.statistics()["captures"] if step > 1 else 0
+            handles = manager.step(step)
+            assert len(handles) == (2 if step % 2 == 0 else 1)
+            assert handles[-1].path == str(root / "hf" / f"hf-{step}")
+            for handle in handles:
+                assert handle.exception(60) is None
+            assert published[-1] == ("export.published", step), "before the next one is due"
+            assert holdfast.statistics()["captures"] - before == 1, "one copy of the state for all that is due"
+            last = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
+    stop()
+    if rank == 0:
+        assert sorted(os.listdir(root / "hf")) == [".holdfast", "hf-3", "hf-4", "hf-latest"]
+        assert os.readlink(root / "hf" / "hf-latest") == "hf-4"
+        loaded = type(tiny_model("llama-tied")).from_pretrained(root / "hf" / "hf-latest", dtype="auto")
+        for name, tensor in loaded.state_dict().items():
+            assert torch.equal(tensor, last[name].to(torch.bfloat16)), name
+    dist.barrier()
+
+
+def test_a_manager_exports_as_it_goes_on(tmp_path: Path) -> None:
+    run_job(export_from_a_manager, nproc=2, args=[tmp_path])
