@@ -359,6 +359,7 @@ def test_a_sequence_of_forms(state: State) -> None:
         (Rename(r".*head.*", ""), "`head.weight` is left without a name"),
         (Rename(lambda name: None), "gave NoneType for `model.embed.weight`"),  # type: ignore[arg-type,return-value]
         (Rename("head", r"\2"), "can't replace"),
+        (Rename("head.weight", "__metadata__"), "`__metadata__` can't be a tensor's name"),
         (SplitExperts("norm", "{}", dim=1), "`model.layers.0.norm.weight` of shape (6,) has no dimension 1"),
         (Split("embed", ("a", "b"), sizes=(5, 5)), "12 in dimension 0, which isn't 1 x 5 + 5: pieces would be missing"),
         (Split("embed", ("a", "b"), dim=1, groups=4), "pieces would be missing"),
@@ -425,6 +426,17 @@ def test_a_tied_name_that_a_function_leaves_out_stands_for_the_other(state: Stat
         tied=[["model.embed.weight", "head.weight"]],
     )
     assert mapping.aliases == {"head.weight": "model.embed.weight"}
+
+
+def test_of_tied_names_one_is_enough_in_a_mapping_and_may_be_dropped(state: State) -> None:
+    tied = [["model.embed.weight", "head.weight"]]
+    names = {name: name for name in state if name != "head.weight"}
+    for key_map in (names, Drop("^head"), names | {"head.weight": None}):
+        mapping = compile_key_map(key_map, sources_of(state), tied=tied)
+        assert [tensor.name for tensor in mapping.tensors] == list(names)
+        assert mapping.aliases == {"head.weight": "model.embed.weight"}
+    with pytest.raises(ConfigError, match=r"it does not say what becomes of `head\.weight`"):
+        compile_key_map(names, sources_of(state))
 
 
 def test_zero_dim_and_empty_tensors() -> None:

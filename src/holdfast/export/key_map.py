@@ -26,7 +26,7 @@ from holdfast import _torch_compat as compat
 from holdfast.errors import ConfigError
 from holdfast.export.moves import KeyMapping, MappedTensor, inverted
 from holdfast.export.reversal import uncovered
-from holdfast.export.rules import Fp8, Notes, Rule, listed, refused
+from holdfast.export.rules import Fp8, Named, Notes, Rule, listed, refused
 from holdfast.export.stand_ins import StandIn, origin, stand_in
 from holdfast.export.tracing import is_cast_by_rule, run_on_stand_ins, traced
 
@@ -124,6 +124,8 @@ def _final_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype | None, fp3
 
 
 def _add(targets: dict[str, MappedTensor], tensor: MappedTensor) -> None:
+    if tensor.name in ("", "__metadata__"):
+        raise ConfigError(f"key_map: `{tensor.name}` can't be a tensor's name in a safetensors file", field="key_map")
     if tensor.name in targets:
         raise ConfigError(f"key_map: the export would have two tensors called `{tensor.name}`", field="key_map")
     targets[tensor.name] = tensor
@@ -190,21 +192,22 @@ class _Names:
         if odd:
             raise refused(self, f"names are strings, and None drops a tensor; found {listed(odd)}")
         unknown = [old for old in self.names if old not in state]
-        left = [name for name in state if name not in self.names]
+        # Of tied names one is enough.
+        named = {old for old, new in self.names.items() if new is not None}
+        stood_for = {name for group in notes.tied if named.intersection(group) for name in group}
+        left = [name for name in state if name not in self.names and name not in stood_for]
         if unknown or left:
             what = [f"it names {listed(unknown)}, which the state does not have"] if unknown else []
             what += [f"it does not say what becomes of {listed(left)} (None drops a tensor)"] if left else []
             raise refused(self, "; ".join(what))
-        owner: dict[str, str] = {}
-        for old in state:
-            new = self.names[old]
-            if new is not None and new in owner:
-                raise refused(self, f"`{owner[new]}` and `{old}` both become `{new}`")
-            owner[new] = old
-        for old, new in self.names.items():
-            if new is None:
-                notes.drop(state[old])
-        return {self.names[old]: tensor for old, tensor in state.items() if self.names[old] is not None}
+        made = Named(self)
+        for old, tensor in state.items():
+            new = self.names.get(old)
+            if new is not None:
+                made.add(new, tensor, old)
+            else:
+                notes.drop(tensor)
+        return made.state
 
 
 def _is_name(old: object, new: object) -> bool:
@@ -245,20 +248,20 @@ def _check_all_used(sources: Sources, targets: Iterable[MappedTensor], notes: No
     for target in targets:
         for move in target.moves:
             used[move.source] += inverted(move, target.name)
+    in_export = set(used)
     for move in notes.dropped:
         used[origin(move.source)[0]] += inverted(move, "")
-    stands_for = {name: group for group in notes.tied for name in group}
+    tied_to = {name: group for group in notes.tied for name in group}
     lost: list[str] = []
     partly: list[str] = []
     for name, (shape, _) in sources.items():
         if not prod(shape):
             continue
-        if name not in used:
-            other = next((one for one in stands_for.get(name, ()) if one in used), None)
-            if other is None:
-                lost.append(name)
-            else:
-                notes.aliases[name] = other
+        other = next((one for one in tied_to.get(name, ()) if one in in_export), None)
+        if name not in in_export and other is not None:
+            notes.aliases.setdefault(name, other)
+        elif name not in used:
+            lost.append(name)
         elif rest := uncovered(used[name], prod(shape)):
             partly.append(f"`{name}` ({sum(move.volume for move in rest)} of {prod(shape)} elements)")
     if lost:

@@ -303,6 +303,45 @@ def _selected(
     return made
 
 
+@_handles("index_copy_")
+def _index_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, dim, index, source = (*args, *kwargs.values())[:4]
+    return _write_at(func, args, kwargs, target, dim, index, source)
+
+
+@_handles("index_put_", "_index_put_impl_")
+def _index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, indices, source = args[0], list(args[1]), args[2]
+    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(given) != 1 or (args[3] if len(args) > 3 else kwargs.get("accumulate", False)):
+        raise unsupported(func, args, kwargs, "writes by several index tensors at once, or adds up")
+    dim, index = given[0]
+    if isinstance(target, StandIn) and not isinstance(index, StandIn) and index.dtype in (torch.bool, torch.uint8):
+        if index.dim() != 1:
+            raise unsupported(func, args, kwargs, "writes by a mask of several dimensions")
+        index = index.nonzero().flatten()
+    if index.dim() != 1:
+        raise unsupported(func, args, kwargs, "writes by an index of several dimensions")
+    return _write_at(func, args, kwargs, target, dim, index, source)
+
+
+def _write_at(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, dim: int, index: Any, source: Any
+) -> StandIn:
+    if not isinstance(target, StandIn) or not isinstance(source, StandIn) or isinstance(index, StandIn):
+        raise unsupported(func, args, kwargs, "writes by indices that are values, or what is none of the state's")
+    dim %= target.dim()
+    size = target.shape[dim]
+    places = [int(i) + (size if i < 0 else 0) for i in index.tolist()]
+    if any(not 0 <= place < size for place in places):
+        raise unsupported(func, args, kwargs, f"an index is out of range for {size} in dimension {dim}")
+    wide = source.geometry.expand(*target.shape[:dim], len(places), *target.shape[dim + 1 :])
+    for number, place in enumerate(places):
+        part = StandIn(wide.narrow(dim, number, 1), source.memory)
+        put(target.geometry.narrow(dim, place, 1), target.memory, read(part), source.memory)
+    return target
+
+
 def _even_steps(indices: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
     """(place, first index, step, how many) of each longest run of evenly spaced indices."""
     place = 0
