@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.fx
 from _export_models import MODELS, executed, sources_of, tiny_model
 from safetensors import safe_open
 from torch import nn
@@ -198,6 +199,14 @@ def test_wrappers_are_looked_through() -> None:
     for layer in range(2):
         model.model.layers[layer] = torch.compile(checkpoint_wrapper(model.model.layers[layer]), backend="eager")
     assert compile_key_map(None, sources, model=model) == plain
+
+
+def test_modules_that_are_made_in_ways_of_their_own_are_left_as_they_are() -> None:
+    model = nn.Sequential(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2))), nn.Linear(2, 2))
+    model[1].weight = model[0].get_parameter("0.weight")
+    assert tied_names(model) == [["0.0.weight", "1.weight"]]
+    mapping = compile_key_map(None, sources_of(model.state_dict()), model=model)
+    assert [tensor.name for tensor in mapping.tensors] == list(model.state_dict())
 
 
 def test_other_modules_keep_their_names() -> None:

@@ -114,11 +114,14 @@ def bare(model: nn.Module) -> nn.Module:
 
     def twin_of(module: nn.Module) -> nn.Module:
         module = unwrapped(module)
+        kind = compat.class_without_fsdp2(module)
+        if kind.__new__ is not object.__new__:  # graphs and scripts, which are made in ways of their own
+            return module
         if id(module) not in twins:
             children = {
                 name: None if child is None else twin_of(child) for name, child in compat.children_of(module).items()
             }
-            twins[id(module)] = compat.twin(module, compat.class_without_fsdp2(module), children)
+            twins[id(module)] = compat.twin(module, kind, children)
         return twins[id(module)]
 
     return twin_of(model)
