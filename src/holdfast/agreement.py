@@ -115,6 +115,11 @@ class Agreement:
     """Numbers of the saves that made the latest plans."""
     _over: Verdict | None = None
 
+    @property
+    def number(self) -> int:
+        """Of the next save to cast a ballot for, or to read the verdict on."""
+        return self._number
+
     def cast(self, ballot: Ballot, encoded_structure: bytes) -> int:
         """Post this rank's ballot for the next save; doesn't wait. Returns the save's number, equal on every rank.
 

@@ -4,8 +4,8 @@ In the steady state `Stager.stage` casts a ballot, copies by the plan in use whi
 nothing has changed. Otherwise every rank plans from the same structures, makes a buffer for the new plan and copies
 again: rare, slow, exact, for the state may not change before staging has ended.
 
-Guarantees: a rank reads the verdict of every ballot it casts, whatever fails in between, so that ranks never drift
-apart by a save; a plan that could not be carried out is asked for again by the next ballot.
+Guarantees: a rank casts a ballot for every save and reads its verdict, whatever fails, so that ranks never drift apart
+by a save; a plan that could not be carried out is asked for again by the next ballot.
 One thread; what the training thread may touch meanwhile is in the capture.
 """
 
@@ -17,10 +17,12 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from holdfast import events
 from holdfast.agreement import Agreement, Ballot
 from holdfast.capture import Capture, CapturePool, DeliveryPlan, SaveRequest
-from holdfast.errors import EngineDied, HoldfastError, SaveFailed
+from holdfast.errors import EngineDied, SaveFailed
 from holdfast.format.objects import render_object
 from holdfast.outcome import AbortReason
 from holdfast.plan.write import RankPlan, plan_rank
@@ -117,7 +119,7 @@ class Stager:
         digest, encoded = ("", b"") if snapshot is None else (snapshot.digest, snapshot.encoded)
         try:
             ballot = Ballot(None, "warm-up", digest, replan=True, refusal=warm_up.refusal)
-            number = self._agreement.cast(ballot, encoded)
+            number = self._cast(ballot, encoded)
             verdict = self._agreement.wait_verdict(timeout_s=_left_s(deadline))
             if verdict.kind == "replan" and snapshot is not None:
                 plan = self._replan(number, verdict, encoded, _left_s(deadline))
@@ -138,7 +140,7 @@ class Stager:
         stage: Stage = "failed"
         error: BaseException
         try:
-            self._agreement.cast(ballot, b"")
+            self._cast(ballot, b"")
             refusal = self._agreement.wait_verdict(timeout_s=self._stage_timeout_s).refusal
             if refusal is not None:
                 error = refusal.error(step=request.step)
@@ -159,10 +161,10 @@ class Stager:
                 request = capture.request = capture.complete(request)
             if request.checkpoint:
                 self._delivery.check_target(request)
-        except HoldfastError as error:
+        except BaseException as error:  # noqa: BLE001 - the other ranks wait for this one's ballot, whatever it is
             refusal = AbortReason.of(error, rank=self._group.rank)
         ballot = Ballot(request.step, capture.handle.path, snapshot.digest, replan=plan is None, refusal=refusal)
-        number = capture.number = self._agreement.cast(ballot, snapshot.encoded)
+        number = capture.number = self._cast(ballot, snapshot.encoded)
         failed: BaseException | None = None
         if plan is not None and plan.digest == snapshot.digest and refusal is None:
             try:
@@ -194,6 +196,21 @@ class Stager:
         capture.handle.advance("staged")
         capture.staged.set()
         return True
+
+    def _cast(self, ballot: Ballot, encoded_structure: bytes) -> int:
+        """`Agreement.cast`, but for what nobody foresaw: that becomes a refusal, which the other ranks hear of at once.
+
+        Never raises: the verdict that must be read next tells what became of it.
+        """
+        agreement = self._agreement
+        try:
+            return agreement.cast(ballot, encoded_structure)
+        except BaseException as error:  # noqa: BLE001 - a rank without a ballot would fall behind the others by a save
+            _log.exception("rank %d could not cast its ballot for a save", self._group.rank)
+            refusal = ballot.refusal or AbortReason.of(error, rank=self._group.rank)
+        with contextlib.suppress(BaseException):  # then the others give up waiting for it
+            agreement.cast(msgspec.structs.replace(ballot, digest="", refusal=refusal), b"")
+        return agreement.number
 
     def _replan(self, number: int, verdict: Verdict, encoded: bytes, timeout_s: float) -> DeliveryPlan:
         """A new plan; whatever comes of it, the coordinator is told: it waits for every rank."""

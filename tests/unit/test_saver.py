@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -86,18 +87,26 @@ def gate() -> Iterator[Gate]:
         yield gate
 
 
-def fail_once(monkeypatch: pytest.MonkeyPatch, saver: Saver, method: str, error: BaseException) -> None:
-    stager: Any = saver._stager
-    original: Callable[..., Any] = getattr(stager, method)
-    failed = []
+def fail_once(
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    method: str,
+    error: BaseException,
+    *,
+    after: bool = False,
+    times: int = 1,
+) -> None:
+    """Calls of ``owner``'s method raise, so many times; after: when they have done what they do."""
+    original: Callable[..., Any] = getattr(owner, method)
+    left = [error] * times
 
     def fail(*args: Any, **kwargs: Any) -> Any:
-        if not failed:
-            failed.append(True)
-            raise error
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs) if after or not left else None
+        if left:
+            raise left.pop()
+        return result
 
-    monkeypatch.setattr(stager, method, fail)
+    monkeypatch.setattr(owner, method, fail)
 
 
 def test_two_ranks_save_together(job: Job) -> None:
@@ -117,7 +126,7 @@ def test_a_rank_that_fails_to_stage_fails_that_save_everywhere_and_no_other(
     if method != "_copy":
         for state in job.states:  # a structure that nobody has planned for
             state["grown"] = torch.zeros(7)
-    fail_once(monkeypatch, job.savers[rank], method, MemoryError("no memory for it"))
+    fail_once(monkeypatch, job.savers[rank]._stager, method, MemoryError("no memory for it"))
     errors = [handle.exception(30) for handle in job.save(2)]
     for error in errors:
         assert isinstance(error, SaveFailed)
@@ -126,6 +135,59 @@ def test_a_rank_that_fails_to_stage_fails_that_save_everywhere_and_no_other(
     assert str(errors[0]) == str(errors[1])
     for step in (3, 4):
         job.check(step)
+
+
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("what", ["looking at the target", "casting", "having cast"])
+def test_a_rank_that_fails_before_its_ballot_fails_that_save_everywhere_and_no_other(
+    what: str, rank: int, planned: bool, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it is: the others wait for its ballot, and would be a save ahead of it ever after."""
+    if planned:
+        job.check(1)
+    saver, error = job.savers[rank], ZeroDivisionError("a defect that nobody thought of")
+    if what == "looking at the target":
+        fail_once(monkeypatch, saver._delivery, "check_target", error)
+    else:
+        fail_once(monkeypatch, saver._stager._agreement.board, "append", error, after=what == "having cast")
+    began = time.monotonic()
+    errors = [handle.exception(30) for handle in job.save(2)]
+    assert time.monotonic() - began < 10
+    if what == "having cast" and errors == [None, None]:
+        errors.clear()  # its ballot had been counted by the time it refused
+    for told in errors:
+        assert isinstance(told, SaveFailed)
+        assert (told.step, told.rank) == (2, rank)
+        assert "a defect that nobody thought of" in str(told)
+    for step in (3, 4):
+        job.check(step)
+
+
+def test_a_rank_that_refuses_and_can_not_say_so_at_first_is_heard(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.check(1)
+    job.states[1]["bad"] = object()
+    fail_once(monkeypatch, job.savers[1]._stager._agreement.board, "append", ZeroDivisionError("a defect"))
+    other = job.start(0, 2)
+    with pytest.raises(ConfigError, match="bad"):
+        job.start(1, 2)
+    with pytest.raises(ConfigError, match="bad"):
+        other.result(30)
+    del job.states[1]["bad"]
+    job.check(3)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_can_not_cast_at_all_is_not_waited_for_for_ever(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(tmp_path, stage_timeout=1.0)
+    fail_once(monkeypatch, job.savers[rank]._stager._agreement.board, "append", ZeroDivisionError("a defect"), times=2)
+    for told in [handle.exception(30) for handle in job.save(2)]:
+        assert isinstance(told, SaveFailed)
+        assert f"rank(s) {rank} of 2 had not called this save" in str(told)
+    job.check(3)
+    job.close()
 
 
 def test_a_rank_that_refuses_says_so_to_the_other(job: Job) -> None:
