@@ -192,7 +192,6 @@ WAYS: dict[str, tuple[str, Change]] = {
     "an initializer": (FOUND, lambda case: nn.init.normal_(case.weight)),
     "clamp_ of every parameter": (FOUND, lambda case: [p.clamp_(-1e-6, 1e-6) for p in case.model.parameters()]),
     "foreach": (FOUND, lambda case: torch._foreach_add_(list(case.model.parameters()), 1.0)),
-    "a fused kernel": (FOUND, fused_kernel),
     "compiled": (FOUND, compiled_edit),
     "max_norm in forward": (FOUND, rescale_in_forward),
     "load_state_dict": (
@@ -226,6 +225,7 @@ BY_WORDS: dict[str, Change] = {
     "DLPack": lambda case: torch.from_dlpack(case.weight.detach()).mul_(2),
     "its storage": lambda case: case.weight.untyped_storage().fill_(1),
     "a raw pointer": raw_pointer,
+    "a fused kernel": fused_kernel,  # by itself: it is the optimizer that counts the step
 }
 """Moves neither counter nor address: found by the words noted, if a copy has words of after the change."""
 

@@ -28,7 +28,7 @@ from processes import Log, engines_of, free_port, is_gone
 
 import holdfast
 
-KILLS = int(os.environ.get("HOLDFAST_KILLS", "10"))
+KILLS = int(os.environ.get("HOLDFAST_KILLS", "5"))
 SEED = int(os.environ.get("HOLDFAST_KILL_SEED", str(random.SystemRandom().randrange(1 << 32))))
 WORLD = 2
 BATCH = 5

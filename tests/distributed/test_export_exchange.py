@@ -203,7 +203,7 @@ def exports_what_safetensors_saves(root: Path) -> None:
     assert threading.active_count() <= threads + 2  # of boards
 
 
-@pytest.mark.parametrize("nproc", [2, 3, 4])
+@pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_files_are_those_of_safetensors(tmp_path: Path, nproc: int) -> None:
     run_job(exports_what_safetensors_saves, nproc=nproc, args=[tmp_path])
 
@@ -311,6 +311,6 @@ def an_attempt_that_is_given_up() -> None:
     "job",
     [one_rank_never_comes, one_rank_fails_in_the_middle, one_rank_hangs_in_the_middle, an_attempt_that_is_given_up],
 )
-@pytest.mark.parametrize("nproc", [2, 4])
+@pytest.mark.parametrize("nproc", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_failed_exchange_ends_soon_with_its_cause_and_the_next_works(job: Any, nproc: int) -> None:
     run_job(job, nproc=nproc)

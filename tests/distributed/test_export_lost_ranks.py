@@ -69,7 +69,7 @@ def test_when_nothing_happens_everything_arrives() -> None:
         assert [said(process)[0] for process in processes] == [None] * 3
 
 
-@pytest.mark.parametrize("lost", [0, 1, 2])
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_rank_that_dies_is_named_at_once(lost: int) -> None:
     with ranks(3, lost=lost, at=20, act="dies") as processes:
         ends = [said(process) for rank, process in enumerate(processes) if rank != lost]
@@ -81,6 +81,7 @@ def test_a_rank_that_dies_is_named_at_once(lost: int) -> None:
     assert ends[0][4] == ends[1][4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 2])
 def test_a_rank_that_hangs_is_named_at_the_deadline(lost: int) -> None:
     with ranks(3, lost=lost, at=20, act="stops") as processes:

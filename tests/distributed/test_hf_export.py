@@ -69,7 +69,7 @@ def export_fsdp(place: str) -> None:
                 assert holdfast.open(target).verify().ok
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_models_that_fsdp_has_sharded(ranks: int, tmp_path: Path) -> None:
     run_job(export_fsdp, nproc=ranks, args=[tmp_path])
 
@@ -100,7 +100,7 @@ def export_tensor_parallel(place: str) -> None:
         same_files(reference, target)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_tensor_parallel_models(ranks: int, tmp_path: Path) -> None:
     run_job(export_tensor_parallel, nproc=ranks, args=[tmp_path])
 
