@@ -179,6 +179,8 @@ def _moved_job(files: FileSet, moved: MovedTensor, box: Box, tensor: torch.Tenso
     def job() -> None:
         in_place = tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
         buffer = tensor if in_place else torch.empty(box.sizes, dtype=tensor.dtype)
+        if not in_place and not moved.is_whole:
+            compat.copy_(buffer, tensor)  # what isn't stored is to be what it was
         for part in moved.within(box):
             for move in _spans(part.move, torch_dtype(part.dtype).itemsize):
                 _read_move(files, part._replace(move=move), buffer)

@@ -407,12 +407,14 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_loaded_from_it(how: str, c
         assert report.problems[0].path.startswith(str(checkpoint))
 
 
-@pytest.mark.parametrize("kind", ["empty", "garbage", "absent", "text", "pickle"])
+@pytest.mark.parametrize("kind", ["empty", "garbage", "garbage for a model", "absent", "text", "pickle"])
 def test_a_directory_that_is_no_checkpoint(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "x"
     if kind != "absent":
         path.mkdir()
     if kind == "garbage":
+        (path / "model.dat").write_bytes(os.urandom(100))
+    if kind == "garbage for a model":
         (path / "model.safetensors").write_bytes(os.urandom(100))
     if kind == "text":
         (path / "holdfast.json.bak").write_text("{}")
@@ -420,7 +422,8 @@ def test_a_directory_that_is_no_checkpoint(kind: str, tmp_path: Path) -> None:
         (path / ".metadata").write_bytes(b"cos\nsystem\n(S'touch /tmp/owned'\ntR.")
     with pytest.raises((CheckpointNotFound, CheckpointCorrupt), match=str(path)) as caught:
         holdfast.load(target(), path)
-    assert isinstance(caught.value, CheckpointCorrupt if kind == "pickle" else CheckpointNotFound)
+    corrupt = kind in ("pickle", "garbage for a model")
+    assert isinstance(caught.value, CheckpointCorrupt if corrupt else CheckpointNotFound)
     with pytest.raises((CheckpointNotFound, CheckpointCorrupt), match=str(path)):
         holdfast.open(path)
 

@@ -170,10 +170,13 @@ def test_names_that_change_places(tmp_path: Path) -> None:
     assert_is(net, saved)
 
 
-def test_what_a_map_leaves_out_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scattered", [False, True])
+def test_what_a_map_leaves_out_stays(tmp_path: Path, scattered: bool) -> None:
     from holdfast.export import Drop, Narrow
 
     saved, net = Net(), Net()
+    if scattered:  # what is read for it passes through a buffer
+        net.norm = nn.Parameter(torch.randn(2 * WIDTH)[::2])
     kept = {name: value.clone() for name, value in net.state_dict().items()}
     directory = export(
         tmp_path,

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 import holdfast
 from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError
 from holdfast.format import manifest as m
+from holdfast.format.parts import parts_digest, parts_in
 from holdfast.format.sealed import xxh3_128
 from holdfast.hf_source import open_hf
 
@@ -117,7 +118,7 @@ def commit(directory: Path, *, step: int = 7) -> None:
         if path.suffix == ".safetensors":
             extents = [data[at : at + m.EXTENT_BYTES] for at in range(0, len(data), m.EXTENT_BYTES)]
             sums = b"".join(xxhash.xxh3_64_intdigest(extent).to_bytes(8, "little") for extent in extents)
-            files.append(m.ReportFile(path.name, len(data), sums))
+            files.append(m.ReportFile(path.name, len(data), sums, 0, len(data)))
         else:
             rest.append(m.ManifestFile(path.name, len(data), xxh3_128(data)))
     attempt = "step-7.0123456789abcdef"
@@ -127,9 +128,10 @@ def commit(directory: Path, *, step: int = 7) -> None:
     )
     (directory / m.report_name(0)).write_bytes(report)
     nbytes = sum(file.size for file in files)
-    line = m.ManifestReport(0, m.report_name(0), len(report), xxh3_128(report), nbytes)
+    parts = parts_digest(parts_in(files))
+    line = m.ManifestReport(0, m.report_name(0), len(report), xxh3_128(report), nbytes, parts)
     manifest = m.Manifest(
-        format=m.FORMAT,
+        format=m.EXPORT_FORMAT,
         name=directory.name,
         attempt=attempt,
         step=step,
@@ -140,6 +142,7 @@ def commit(directory: Path, *, step: int = 7) -> None:
         versions={},
         reports=(line,),
         files=tuple(rest),
+        kind="export",
     )
     (directory / m.MANIFEST_NAME).write_bytes(m.encode_manifest(manifest))
 

@@ -44,6 +44,11 @@ class MovedTensor:
     shape: tuple[int, ...]
     parts: tuple[MovedPart, ...]
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its elements are stored; else the others are left alone."""
+        return sum(part.move.volume for part in self.parts) == prod(self.shape)
+
     def within(self, box: Box) -> list[MovedPart]:
         """What fills ``box``; elements of the state's tensor are counted in a row-major buffer that holds only it."""
         return [
