@@ -127,7 +127,7 @@ def export_from_a_manager(place: str) -> None:
             model(input_ids=tokens, labels=tokens).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            before = holdfast.statistics()["captures"] if step > 1 else 0
+            before = holdfast.statistics()["captures"]
             handles = manager.step(step)
             assert len(handles) == (2 if step % 2 == 0 else 1)
             assert handles[-1].path == str(root / "hf" / f"hf-{step}")
