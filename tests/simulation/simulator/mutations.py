@@ -231,7 +231,7 @@ mutation(
 mutation(
     "the trainer says verified without looking",
     "whole",
-    (delivery.Delivery, "_verify", nothing),
+    (delivery, "verify_staging", nothing),
     bias=staging_fails_and_dies,
 )
 mutation(
