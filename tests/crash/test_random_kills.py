@@ -4,7 +4,7 @@ After every kill, before anything is started: what is visible is whole, and noth
 as failed. After every start: nothing is left behind, the newest published step came back, and each rank's state is to
 the last bit that of a job which was never interrupted.
 
-HOLDFAST_KILLS says how many kills (10), HOLDFAST_KILL_SEED repeats a run's choices, as far as the machine repeats.
+HOLDFAST_KILLS says how many kills (5), HOLDFAST_KILL_SEED repeats a run's choices, as far as the machine repeats.
 """
 
 from __future__ import annotations
