@@ -14,6 +14,7 @@ import torch.distributed as dist
 from launch import run_job
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
@@ -71,6 +72,37 @@ def export_fsdp(place: str) -> None:
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_models_that_fsdp_has_sharded(ranks: int, tmp_path: Path) -> None:
     run_job(export_fsdp, nproc=ranks, args=[tmp_path])
+
+
+def export_tensor_parallel(place: str) -> None:
+    """Dim-0 and dim-1 shards of attention and MLP, alone and on top of FSDP2."""
+    root, rank, world = Path(place), dist.get_rank(), dist.get_world_size()
+    model = tiny_model("llama-tied")
+    reference = root / "reference"
+    if rank == 0:
+        reference_of(model, torch.bfloat16, reference)
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "tensor"))
+    plan = {
+        **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+        "self_attn.o_proj": RowwiseParallel(),
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(),
+    }
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh["tensor"], plan)
+        if world > 2:
+            fully_shard(layer, mesh=mesh["data"])
+    if world > 2:
+        fully_shard(model, mesh=mesh["data"])
+    target = holdfast.export_hf(model, root / "export", dtype="bfloat16", max_shard_bytes=SHARD_BYTES)
+    if rank == 0:
+        same_files(reference, target)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_tensor_parallel_models(ranks: int, tmp_path: Path) -> None:
+    run_job(export_tensor_parallel, nproc=ranks, args=[tmp_path])
 
 
 def export_from_a_manager(place: str) -> None:
