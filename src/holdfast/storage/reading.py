@@ -258,31 +258,54 @@ class FileSet:
         base, stop, pieces = run
         memory = pieces[0].memory
         if len(memory) == stop - base:
-            # An extent at a time, to be hashed while it is in the core's cache.
-            step = EXTENT_BYTES if self._verify and file.extents is not None else JOB_BYTES
-            for at in range(0, stop - base, step):
-                part = memory[at : at + step]
-                self._fill_from(fd, file, base + at, [part])
-                self._check(file, base + at, base + at + len(part), [part])
+            self._read_whole(fd, file, base, memory)
             return
-        scratch = self._scratch_of(stop - base)
         if len(pieces) > PARTS_MAX or (stop - base) // len(pieces) < SMALL_PART_BYTES:
+            scratch = self._scratch_of(stop - base)
             self._fill_from(fd, file, base, [scratch])
             self._check(file, base, stop, [scratch])
             for start, memory in pieces:
                 memory[:] = scratch[start - base : start - base + len(memory)]
             return
+        between: memoryview | None = None
         parts = []
         at = base
         for start, memory in pieces:
             if start > at:
-                parts.append(scratch[at - base : start - base])
+                between = between or self._scratch_of(stop - base)
+                parts.append(between[at - base : start - base])
             parts.append(memory)
             at = start + len(memory)
         if at < stop:
-            parts.append(scratch[at - base : stop - base])
+            between = between or self._scratch_of(stop - base)
+            parts.append(between[at - base : stop - base])
         self._fill_from(fd, file, base, parts)
         self._check(file, base, stop, parts)
+
+    def _read_whole(self, fd: int, file: StoredFile, base: int, memory: memoryview) -> None:
+        """Fill one destination: an extent at a time where they are hashed, while each is in the core's cache."""
+        sums = file.extents if self._verify else None
+        if sums is None:
+            for at in range(0, len(memory), JOB_BYTES):
+                self._fill_from(fd, file, base + at, [memory[at : at + JOB_BYTES]])
+            return
+        digest, preadv = xxhash.xxh3_64_intdigest, os.preadv
+        extent = base // EXTENT_BYTES
+        for at in range(0, len(memory), EXTENT_BYTES):
+            part = memory[at : at + EXTENT_BYTES]
+            # The interpreter's lock is held between these two, and the other threads want it: no word too many.
+            try:
+                count = preadv(fd, (part,), base + at)
+            except OSError as error:
+                raise refused(self.path_of(file.name), error) from error
+            if count == len(part):
+                self.bytes_read += count
+            else:
+                self._fill_from(fd, file, base + at, [part])
+            found = digest(part)
+            if found.to_bytes(8, "little") != sums[extent * 8 : extent * 8 + 8]:
+                self._compare(file, extent, found)
+            extent += 1
 
     def _is_cold(self, file: StoredFile, offset: int) -> bool:
         """Whether what lies around ``offset`` is to be read around the page cache: it isn't there."""
