@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,6 +66,12 @@ class Bench:
             for peer in PEERS.values()
             if wanted(peer) and (peer.name in self.only_peers if self.only_peers else peer.name not in left_out)
         ]
+
+    def leave_out(self, case: str, reasons: Mapping[str, str]) -> None:
+        """Note of the peers that would take part why they don't."""
+        for name, reason in reasons.items():
+            if self.peers(lambda peer, name=name: peer.name == name):  # type: ignore[misc]
+                self.problem(case, name, f"left out: {reason}")
 
     def python(self, case: str, peer: Peer) -> str | None:
         """Its interpreter; None, with the reason noted, where its environment can't be made."""

@@ -141,7 +141,7 @@ class Worker:
             rank.send(op, args)
         return self._collect(time.monotonic() + timeout_s)
 
-    def measure(self, op: str, *, timeout_s: float = 300.0, **args: Any) -> dict[str, float]:
+    def measure(self, op: str, *, timeout_s: float = 180.0, **args: Any) -> dict[str, float]:
         """`call`, as one: the slowest rank's times, CPU added up."""
         answers = self.call(op, timeout_s=timeout_s, **args)
         return merged(answers)

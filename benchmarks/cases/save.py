@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 QUICK_ON_TWO = ("raw", "holdfast", "dcp-thread")
 QUICK_BESIDE_PYTHON = ("holdfast", "dcp-thread")
+LEFT_OUT_ON_TWO = {"torch-checkpointing": "for the memory that each keeps for its copies; see the case of one rank"}
+PEERS_BESIDE_PYTHON = 3
+"""The fastest beside a trainer that computes; the others take a quarter of a minute each."""
 
 
 def save_turn(bench: Bench, case: str, worker: Worker, busy: str) -> dict[str, Any]:
@@ -45,9 +48,13 @@ def two_ranks(bench: Bench) -> None:
         _eager(bench, "eager-2", state, world=2)
     peers = bench.peers(
         lambda peer: (
-            peer.saves and not peer.apart and (peer.shards if bench.size.thorough else peer.name in QUICK_ON_TWO)
+            peer.saves
+            and not peer.apart
+            and peer.name not in LEFT_OUT_ON_TWO
+            and (peer.shards if bench.size.thorough else peer.name in QUICK_ON_TWO)
         )
     )
+    bench.leave_out("save-2", LEFT_OUT_ON_TWO)
     with bench.workers("save-2", peers, state, world=2) as workers:
         bench.rounds(
             "save-2", workers, lambda worker: save_turn(bench, "save-2", worker, "idle"), counted=bench.size.rounds
@@ -68,12 +75,11 @@ def _busy(bench: Bench, base: str, workers: list[Worker], kinds: tuple[str, ...]
     for kind in kinds:
         case = f"{base}-{kind}"
         bench.results.cases[case] = dict(bench.results.cases[base])
+        beside = _fastest(bench, f"{base}-compute") if bench.size.thorough else QUICK_BESIDE_PYTHON
         taking_part = [
             worker
             for worker in workers
-            if worker.alive
-            and PEERS[worker.name].asynchronous
-            and (bench.size.thorough or kind != "python" or worker.name in QUICK_BESIDE_PYTHON)
+            if worker.alive and PEERS[worker.name].asynchronous and (kind != "python" or worker.name in beside)
         ]
         bench.rounds(
             case,
@@ -82,3 +88,11 @@ def _busy(bench: Bench, base: str, workers: list[Worker], kinds: tuple[str, ...]
             counted=bench.size.rounds,
             first=1,  # all are warm from the rounds before
         )
+
+
+def _fastest(bench: Bench, case: str) -> tuple[str, ...]:
+    """Holdfast, and the peers whose saves were durable first in ``case``."""
+    results = bench.results
+    peers = [name for name in results.contenders(case) if name != "holdfast"]
+    peers.sort(key=lambda name: min(results.values(case, name, "durable_s")))
+    return ("holdfast", *peers[:PEERS_BESIDE_PYTHON])

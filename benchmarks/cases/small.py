@@ -29,9 +29,7 @@ def run(bench: Bench) -> None:
             peer.saves and not peer.apart and peer.name not in LEFT_OUT and (size.thorough or peer.name in QUICK)
         )
     )
-    for name, reason in LEFT_OUT.items():
-        if bench.peers(lambda peer, name=name: peer.name == name):
-            bench.problem("small", name, f"left out: {reason}")
+    bench.leave_out("small", LEFT_OUT)
     rounds = size.rounds
     with bench.workers("small", peers, state) as workers:
         bench.rounds("small", workers, lambda worker: save_turn(bench, "small", worker, "idle"), counted=rounds)
