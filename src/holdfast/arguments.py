@@ -1,4 +1,4 @@
-"""What users pass, checked before anything is touched: paths, steps, metrics, deadlines.
+"""What users pass, checked before anything is touched: paths, steps, metrics, deadlines, fields of configurations.
 
 Every check raises `ConfigError` that names the argument, what was expected and what was found.
 """
@@ -61,6 +61,23 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise ConfigError(f"metric {name!r} must be a number, not {value!r}", field=f"metrics.{name}") from error
     return found
+
+
+def unfit(owner: str, name: str, found: object, expected: str) -> ConfigError:
+    """The error for what the field ``name`` of an ``owner``, a class that users make, was given."""
+    return ConfigError(f"{owner}.{name}: expected {expected}, found {found!r}", field=name)
+
+
+def checked_int(
+    owner: str, name: str, value: object, *, low: int, high: int | None = None, optional: bool = False
+) -> None:
+    """`unfit` unless ``value`` is an integer from ``low`` to ``high``, or None where it is ``optional``."""
+    if value is None and optional:
+        return
+    fits = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
+    if not fits:
+        bounds = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+        raise unfit(owner, name, value, bounds + (" or None" if optional else ""))
 
 
 def checked_seconds(name: str, value: object) -> float:

@@ -12,11 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
-from holdfast.arguments import checked_seconds
+from holdfast.arguments import checked_int, checked_seconds, unfit
 from holdfast.dtypes import ITEMSIZE
-from holdfast.errors import ConfigError
 from holdfast.retention import Keep
-from holdfast.root import step_of
+from holdfast.root import checked_template
 from holdfast.signals import checked_signals
 
 if TYPE_CHECKING:
@@ -30,9 +29,9 @@ WhenBusy = Literal["wait", "skip"]
 OnError = Literal["raise", "raise_now", "warn"]
 OnCorrupt = Literal["fallback", "raise"]
 
+_OWNER: Final = "CheckpointConfig"
 _NO_CAST: Final = ("float4_e2m1fn_x2", "float8_e8m0fnu")
 """Two values a byte; and powers of two only."""
-_SAMPLE_STEPS: Final = (0, 1, 12, 98_765_432_101)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,17 +104,17 @@ class CheckpointConfig:
     nice: int = 10
 
     def __post_init__(self) -> None:
-        _check_int("every", self.every, low=1, optional=True)
-        _check_int("in_flight", self.in_flight, low=1, high=4)
-        _check_int("writers", self.writers, low=1, high=16)
-        _check_int("nice", self.nice, low=0, high=19)
-        _check_int("io_limit_bytes_per_s", self.io_limit_bytes_per_s, low=1 << 20, optional=True)
-        _check_int("load_step", self.load_step, low=-1, optional=True)
+        checked_int(_OWNER, "every", self.every, low=1, optional=True)
+        checked_int(_OWNER, "in_flight", self.in_flight, low=1, high=4)
+        checked_int(_OWNER, "writers", self.writers, low=1, high=16)
+        checked_int(_OWNER, "nice", self.nice, low=0, high=19)
+        checked_int(_OWNER, "io_limit_bytes_per_s", self.io_limit_bytes_per_s, low=1 << 20, optional=True)
+        checked_int(_OWNER, "load_step", self.load_step, low=-1, optional=True)
         for name in ("stage_timeout", "persist_timeout", "commit_timeout", "signal_timeout"):
             checked_seconds(name, getattr(self, name))
         for name in ("first_step", "last_model_only", "load_model_only", "load_only"):
             if not isinstance(getattr(self, name), bool):
-                raise _bad(name, getattr(self, name), "True or False")
+                raise unfit(_OWNER, name, getattr(self, name), "True or False")
         for name, kind in (
             ("mode", Mode),
             ("staging", StagingMode),
@@ -124,45 +123,21 @@ class CheckpointConfig:
             ("on_corrupt", OnCorrupt),
         ):
             if getattr(self, name) not in get_args(kind):
-                raise _bad(name, getattr(self, name), "one of " + ", ".join(map(repr, get_args(kind))))
+                raise unfit(_OWNER, name, getattr(self, name), "one of " + ", ".join(map(repr, get_args(kind))))
         if self.keep is not None and not isinstance(self.keep, Keep):
-            raise _bad("keep", self.keep, "a holdfast.Keep or None")
+            raise unfit(_OWNER, "keep", self.keep, "a holdfast.Keep or None")
         object.__setattr__(self, "exclude_from_loading", _names("exclude_from_loading", self.exclude_from_loading))
         object.__setattr__(self, "save_on_signal", checked_signals(self.save_on_signal))
-        _check_template(self.name_template)
+        checked_template(_OWNER, self.name_template, example="step-{step}")
         object.__setattr__(self, "initial_load_path", _initial_path(self.initial_load_path))
         if self.initial_key_map is not None and self.initial_load_path is None:
-            raise _bad(
-                "initial_key_map", self.initial_key_map, "None where there is no initial_load_path to read by it"
+            raise unfit(
+                _OWNER,
+                "initial_key_map",
+                self.initial_key_map,
+                "None where there is no initial_load_path to read by it",
             )
         object.__setattr__(self, "last_dtype", _dtype_name(self.last_dtype))
-
-
-def _bad(field_name: str, found: object, expected: str) -> ConfigError:
-    return ConfigError(f"CheckpointConfig.{field_name}: expected {expected}, found {found!r}", field=field_name)
-
-
-def _check_int(name: str, value: object, *, low: int, high: int | None = None, optional: bool = False) -> None:
-    if value is None and optional:
-        return
-    fits = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
-    if not fits:
-        bounds = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
-        raise _bad(name, value, bounds + (" or None" if optional else ""))
-
-
-def _check_template(template: object) -> None:
-    expected = "a directory name with exactly one field {step}, such as 'step-{step}'"
-    if not isinstance(template, str):
-        raise _bad("name_template", template, expected)
-    try:
-        names = [template.format(step=step) for step in _SAMPLE_STEPS]
-        # Names are read back to find what is there: a format such as {step:x} could not be.
-        found = [step_of(name, template) for name in names]
-    except (ConfigError, ValueError, LookupError, AttributeError) as error:
-        raise _bad("name_template", template, expected) from error
-    if found != list(_SAMPLE_STEPS) or any("/" in name or "\0" in name or name.startswith(".") for name in names):
-        raise _bad("name_template", template, expected)
 
 
 def _initial_path(value: object) -> str | None:
@@ -170,7 +145,7 @@ def _initial_path(value: object) -> str | None:
         return None
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(path, str) or not path or "://" in path:
-        raise _bad("initial_load_path", value, "the path of a directory, or None")
+        raise unfit(_OWNER, "initial_load_path", value, "the path of a directory, or None")
     return path
 
 
@@ -179,7 +154,7 @@ def _names(name: str, value: object) -> tuple[str, ...]:
         names = tuple(value)
         if all(isinstance(item, str) for item in names):
             return names
-    raise _bad(name, value, "a collection of top-level names")
+    raise unfit(_OWNER, name, value, "a collection of top-level names")
 
 
 def _dtype_name(dtype: object) -> str | None:
@@ -187,5 +162,7 @@ def _dtype_name(dtype: object) -> str | None:
         return None
     name = str(dtype).removeprefix("torch.")
     if name not in ITEMSIZE or not name.startswith(("float", "bfloat")) or name in _NO_CAST:
-        raise _bad("last_dtype", dtype, "a floating-point torch.dtype that tensors can be cast to, its name, or None")
+        raise unfit(
+            _OWNER, "last_dtype", dtype, "a floating-point torch.dtype that tensors can be cast to, its name, or None"
+        )
     return name

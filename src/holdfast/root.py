@@ -17,6 +17,7 @@ import string
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
+from holdfast.arguments import unfit
 from holdfast.errors import CheckpointCorrupt, CheckpointExists, ConfigError
 from holdfast.format.manifest import (
     MANIFEST_HEAD_BYTES,
@@ -35,6 +36,7 @@ HiddenKind = Literal["incomplete", "recovering", "replaced", "trash"]
 MAX_MANIFEST_BYTES: Final = 256 << 20
 """A line of a manifest is some 100 bytes a rank: enough for millions."""
 
+_SAMPLE_STEPS: Final = (0, 1, 12, 98_765_432_101)
 _HIDDEN: Final = re.compile(rf"\.(.+)\.([0-9a-f]{{12}})\.({'|'.join(get_args(HiddenKind))})", re.DOTALL)
 
 
@@ -179,6 +181,21 @@ def step_of(name: str, name_template: str) -> int | None:
     step = int(middle)
     # "step-007" is not what "step-{step}" makes of 7: some other tool's, or a copy somebody made.
     return step if name_template.format(step=step) == name else None
+
+
+def checked_template(owner: str, template: object, *, example: str) -> None:
+    """`ConfigError` unless ``template``, the ``name_template`` of an ``owner``, makes names that are read back."""
+    expected = f"a directory name with exactly one field {{step}}, such as {example!r}"
+    if not isinstance(template, str):
+        raise unfit(owner, "name_template", template, expected)
+    try:
+        names = [template.format(step=step) for step in _SAMPLE_STEPS]
+        # Names are read back to find what is there: a format such as {step:x} could not be.
+        found = [step_of(name, template) for name in names]
+    except (ConfigError, ValueError, LookupError, AttributeError) as error:
+        raise unfit(owner, "name_template", template, expected) from error
+    if found != list(_SAMPLE_STEPS) or any({"/", "\0"} & set(name) or name.startswith(".") for name in names):
+        raise unfit(owner, "name_template", template, expected)
 
 
 def _split_template(name_template: str) -> tuple[str, str]:

@@ -12,17 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from holdfast.arguments import checked_int, unfit
 from holdfast.dtypes import ITEMSIZE
 from holdfast.errors import ConfigError
 from holdfast.retention import Keep
-from holdfast.root import step_of
+from holdfast.root import checked_template
 
 if TYPE_CHECKING:
     import torch
 
 SHARD_BYTES: Final = 5 * 2**30
 LATEST_LINK: Final = "hf-latest"
-_SAMPLE_STEPS: Final = (0, 7, 123_456_789)
+_OWNER: Final = "HFExport"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +74,18 @@ class HFExport:
         given: object = self.root
         path = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
         if not isinstance(path, str) or not path or "://" in path or "\0" in path:
-            raise _bad("root", given, "the path of a directory")
+            raise unfit(_OWNER, "root", given, "the path of a directory")
         object.__setattr__(self, "root", os.path.abspath(path))
-        _check_int("every", self.every, low=1, optional=True)
-        _check_int("max_shard_bytes", self.max_shard_bytes, low=1)
-        _check_int("nice", self.nice, low=0, high=19)
-        _check_int("writers", self.writers, low=1, high=16)
-        _check_int("io_limit_bytes_per_s", self.io_limit_bytes_per_s, low=1 << 20, optional=True)
+        checked_int(_OWNER, "every", self.every, low=1, optional=True)
+        checked_int(_OWNER, "max_shard_bytes", self.max_shard_bytes, low=1)
+        checked_int(_OWNER, "nice", self.nice, low=0, high=19)
+        checked_int(_OWNER, "writers", self.writers, low=1, high=16)
+        checked_int(_OWNER, "io_limit_bytes_per_s", self.io_limit_bytes_per_s, low=1 << 20, optional=True)
         if not isinstance(self.latest_link, bool):
-            raise _bad("latest_link", self.latest_link, "True or False")
+            raise unfit(_OWNER, "latest_link", self.latest_link, "True or False")
         if self.keep is not None and not isinstance(self.keep, Keep):
-            raise _bad("keep", self.keep, "a holdfast.Keep or None")
-        _check_template(self.name_template, latest_link=self.latest_link)
+            raise unfit(_OWNER, "keep", self.keep, "a holdfast.Keep or None")
+        checked_template(_OWNER, self.name_template, example="hf-{step}")
         object.__setattr__(self, "dtype", dtype_name(self.dtype, field="HFExport.dtype"))
         object.__setattr__(self, "fp32_keys", _strings("fp32_keys", self.fp32_keys))
         if self.modules is not None:
@@ -103,34 +104,7 @@ def dtype_name(dtype: object, *, field: str) -> str | None:
     return name
 
 
-def _bad(name: str, found: object, expected: str) -> ConfigError:
-    return ConfigError(f"HFExport.{name}: expected {expected}, found {found!r}", field=name)
-
-
-def _check_int(name: str, value: object, *, low: int, high: int | None = None, optional: bool = False) -> None:
-    if value is None and optional:
-        return
-    fits = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
-    if not fits:
-        bounds = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
-        raise _bad(name, value, bounds + (" or None" if optional else ""))
-
-
 def _strings(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(item, str) for item in value):
         return tuple(value)
-    raise _bad(name, value, "a sequence of strings")
-
-
-def _check_template(template: object, *, latest_link: bool) -> None:
-    expected = "a directory name with exactly one field {step}, such as 'hf-{step}'"
-    if not isinstance(template, str):
-        raise _bad("name_template", template, expected)
-    try:
-        names = [template.format(step=step) for step in _SAMPLE_STEPS]
-        found = [step_of(name, template) for name in names]
-    except (ConfigError, ValueError, LookupError, AttributeError) as error:
-        raise _bad("name_template", template, expected) from error
-    taken = latest_link and LATEST_LINK in names
-    if taken or found != list(_SAMPLE_STEPS) or any({"/", "\0"} & set(name) or name.startswith(".") for name in names):
-        raise _bad("name_template", template, expected)
+    raise unfit(_OWNER, name, value, "a sequence of strings")
