@@ -14,13 +14,17 @@ import signal
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+from _export_files import columns_of, file_of
+
 from holdfast import _torch_compat as compat
-from holdfast.boxes import Box
 from holdfast.coordination import StoreBoard
 from holdfast.errors import HoldfastError
 from holdfast.export import gloo
@@ -30,25 +34,12 @@ from holdfast.export.links import GlooLinks, Transfer
 from holdfast.export.moves import KeyMapping, MappedTensor, run
 from holdfast.export.plan import plan_export
 from holdfast.export.roll_call import meet
-from holdfast.export.sources import Piece, Source
+from holdfast.export.sources import Source
 from holdfast.store_client import clone_store
 
 ROWS, COLUMNS = 1024, 64
 BUCKET_BYTES = 8192
 DEADLINE_S, GRACE_S = 6.0, 2.0
-
-
-class File:
-    name = "f"
-    header = b""
-    size: int
-    tensors: tuple[Any, ...]
-
-
-class Place:
-    name = "w"
-    start = 0
-    stop: int
 
 
 class WatchedLinks(GlooLinks):
@@ -73,15 +64,11 @@ def main() -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     board = StoreBoard(store, rank, world, "job")
     shape = (ROWS, COLUMNS * world)
-    pieces = tuple(Piece(Box((0, COLUMNS * r), (ROWS, COLUMNS)), (r,)) for r in range(world))
-    file, place = File(), Place()
-    file.size = place.stop = 4 * ROWS * COLUMNS * world
-    file.tensors = (place,)
     tensor = MappedTensor("w", shape, "float32", (run("w", ROWS * COLUMNS * world),))
     plan = plan_export(
-        [file],
+        [file_of([tensor])],
         KeyMapping((tensor,), {}),
-        {"w": Source("w", shape, "float32", pieces)},
+        {"w": Source("w", shape, "float32", columns_of(shape, world))},
         world=world,
         bucket_bytes=BUCKET_BYTES,
         block_bytes=4096,

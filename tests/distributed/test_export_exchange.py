@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,10 @@ from launch import run_job
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from worlds import mesh_of
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+from _export_files import File, Place
 
 from holdfast import _torch_compat as compat
 from holdfast.boxes import strides
@@ -37,22 +41,7 @@ TIMEOUT_S = 40.0
 BLOCK = 4096
 
 
-@dataclass(frozen=True)
-class Place:
-    name: str
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class File:
-    name: str
-    header: bytes
-    tensors: tuple[Place, ...]
-    size: int
-
-
-def file_of(name: str, tensors: dict[str, torch.Tensor]) -> tuple[File, bytes]:
+def saved_file(name: str, tensors: dict[str, torch.Tensor]) -> tuple[File, bytes]:
     """The file that safetensors makes, and how it is laid out."""
     data = safetensors.torch.save({key: tensor.contiguous() for key, tensor in tensors.items()})
     base = 8 + int.from_bytes(data[:8], "little")
@@ -145,7 +134,7 @@ def export(case: Case, root: Path, *, bucket_bytes: int) -> RankPlan:
     made = {name: mapped(name, full[name], dtypes[name]) for name in sorted(full)}
     names = list(made)
     files = [
-        file_of(f"{n}.safetensors", {name: made[name][1] for name in names[n::2]}) for n in range(min(2, len(names)))
+        saved_file(f"{n}.safetensors", {name: made[name][1] for name in names[n::2]}) for n in range(min(2, len(names)))
     ]
     plan = plan_export(
         [file for file, _ in files],
@@ -216,7 +205,7 @@ def planned() -> tuple[RankPlan, list[torch.Tensor], torch.Tensor]:
     world = dist.get_world_size()
     case = {"y": sharded(value("y", 400, 100 * world), mesh_of(world), Shard(1))}
     tensor, out = mapped("y", full_tensors(case)["y"], torch.float32)
-    file, _ = file_of("y", {"y": out})
+    file, _ = saved_file("y", {"y": out})
     known = agreed_world(case)
     plan = plan_export(
         [file], KeyMapping((tensor,), {}), sources_of(known, world), world=world, bucket_bytes=8192, block_bytes=BLOCK

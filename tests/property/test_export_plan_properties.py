@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+from _export_files import File, file_of, rows_of
 
 from holdfast.boxes import Box, strides, whole
 from holdfast.dtypes import ITEMSIZE
@@ -18,7 +24,7 @@ from holdfast.export.moves import KeyMapping, MappedTensor, Move
 from holdfast.export.ownership import Owned, Span, share_blocks
 from holdfast.export.plan import ExportPlan, plan_export
 from holdfast.export.rank_plan import BUCKET, BUCKETS, Copy, RankPlan
-from holdfast.export.sources import Memory, Piece, Source, memories_of, sources_of
+from holdfast.export.sources import Memory, Source, memories_of, sources_of
 from holdfast.plan.placement import local_boxes, local_shape
 from holdfast.plan.shares import World
 from holdfast.plan.structure import MeshLayout, Placement, Structure, TensorSpec
@@ -27,28 +33,10 @@ Array = np.ndarray[Any, np.dtype[Any]]
 BLOCK = 64
 
 
-@dataclass(frozen=True)
-class Place:
-    name: str
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class File:
-    name: str
-    header: bytes
-    tensors: tuple[Place, ...]
-    size: int
-
-
-def file_of(name: str, header: bytes, tensors: Sequence[MappedTensor]) -> File:
+def sorted_file(name: str, header: bytes, tensors: Sequence[MappedTensor]) -> File:
+    """As files are: a header of whole words, and the largest elements first."""
     header += b" " * (-len(header) % 8)
-    places, end = [], len(header)
-    for tensor in sorted(tensors, key=lambda tensor: (-ITEMSIZE[tensor.dtype], tensor.name)):
-        start, end = end, end + prod(tensor.shape) * ITEMSIZE[tensor.dtype]
-        places.append(Place(tensor.name, start, end))
-    return File(name, header, tuple(places), end)
+    return file_of(sorted(tensors, key=lambda tensor: (-ITEMSIZE[tensor.dtype], tensor.name)), name=name, header=header)
 
 
 # carrying it out -------------------------------------------------------------------------------------------------
@@ -274,7 +262,9 @@ def exports(draw: st.DrawFn) -> tuple[State, list[File], KeyMapping, dict[str, A
     mapped = draw(targets(state))
     count = draw(st.integers(1, min(3, len(mapped))))
     files = [
-        file_of(f"f{number}", b"#" * draw(st.integers(0, 3 * BLOCK)), [tensor for tensor, _ in mapped[number::count]])
+        sorted_file(
+            f"f{number}", b"#" * draw(st.integers(0, 3 * BLOCK)), [tensor for tensor, _ in mapped[number::count]]
+        )
         for number in range(count)
     ]
     return state, files, KeyMapping(tuple(tensor for tensor, _ in mapped), {}), {t.name: out for t, out in mapped}
@@ -382,10 +372,9 @@ def test_one_rank_owns_everything_in_one_part() -> None:
 
 def test_pieces_of_dim_zero_shards_stay_where_they_are() -> None:
     shape, world = (64, 32), 4
-    pieces = tuple(Piece(Box((16 * rank, 0), (16, 32)), (rank,)) for rank in range(world))
-    source = Source("w", shape, "int16", pieces)
+    source = Source("w", shape, "int16", rows_of(shape, world))
     tensor = MappedTensor("w", shape, "int16", move_of("w", [(64 * 32, 1, 1)], 0, 0))
-    file = file_of("f", b"", [tensor])
+    file = file_of([tensor])
     plan = plan_export([file], KeyMapping((tensor,), {}), {"w": source}, world=world, block_bytes=BLOCK)
     assert plan.rounds == 0
     assert [[(part.offset, part.size) for part in parts] for parts in plan.parts] == [

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import pytest
+from _export_files import File, Place, columns_of, everywhere, file_of, rows_of
 
-from holdfast.boxes import Box, whole
+from holdfast.boxes import whole
 from holdfast.errors import ConfigError
 from holdfast.export.moves import KeyMapping, MappedTensor, Move, run
 from holdfast.export.plan import BUFFER_BYTES_MAX, plan_export
@@ -17,51 +18,23 @@ from holdfast.export.sources import Piece, Source
 
 MIB = 1 << 20
 SHAPE = (1024, 3000)
+HEADER = b"h" * 64
 
 
-@dataclass(frozen=True)
-class Place:
-    name: str
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class File:
-    name: str
-    header: bytes
-    tensors: tuple[Place, ...]
-    size: int
-
-
-def file_of(*tensors: MappedTensor, header: bytes = b"h" * 64, itemsize: int = 2) -> File:
-    places, end = [], len(header)
-    for tensor in tensors:
-        start, end = end, end + prod(tensor.shape) * itemsize
-        places.append(Place(tensor.name, start, end))
-    return File("f", header, tuple(places), end)
-
-
-def rows(world: int, shape: tuple[int, ...] = SHAPE, name: str = "w") -> Source:
-    step = -(-shape[0] // world)
-    cuts = [(min(shape[0], step * r), min(shape[0], step * (r + 1))) for r in range(world)]
-    return Source(
-        name,
-        shape,
-        "float32",
-        tuple(Piece(Box((a, *(0,) * len(shape[1:])), (b - a, *shape[1:])), (r,)) for r, (a, b) in enumerate(cuts)),
-    )
+def rows(world: int, shape: tuple[int, ...] = SHAPE) -> Source:
+    return Source("w", shape, "float32", rows_of(shape, world))
 
 
 def columns(world: int) -> Source:
-    step = -(-SHAPE[1] // world)
-    cuts = [(min(SHAPE[1], step * r), min(SHAPE[1], step * (r + 1))) for r in range(world)]
-    pieces = tuple(Piece(Box((0, a), (SHAPE[0], b - a)), (r,)) for r, (a, b) in enumerate(cuts))
-    return Source("w", SHAPE, "float32", pieces)
+    return Source("w", SHAPE, "float32", columns_of(SHAPE, world))
 
 
-def everywhere(world: int) -> Source:
-    return Source("w", SHAPE, "float32", (Piece(whole(SHAPE), tuple(range(world))),))
+def replicas(world: int) -> Source:
+    return Source("w", SHAPE, "float32", everywhere(SHAPE, world))
+
+
+def one_file(*tensors: MappedTensor) -> File:
+    return file_of(tensors, header=HEADER)
 
 
 TENSOR = MappedTensor("w", SHAPE, "bfloat16", (run("w", prod(SHAPE)),))
@@ -69,7 +42,7 @@ MAPPING = KeyMapping((TENSOR,), {})
 
 
 def plan_of(source: Source, *, world: int = 4, **options: Any) -> Any:
-    return plan_export([file_of(TENSOR)], MAPPING, {"w": source}, world=world, **options)
+    return plan_export([one_file(TENSOR)], MAPPING, {"w": source}, world=world, **options)
 
 
 def uneven(plan: Any) -> int:
@@ -99,7 +72,7 @@ def test_columns_that_do_not_divide_evenly_are_shared_all_the_same() -> None:
 
 
 def test_replicas_write_evenly_and_send_nothing() -> None:
-    plan = plan_of(everywhere(4))
+    plan = plan_of(replicas(4))
     assert plan.rounds == 0
     assert uneven(plan) <= 1
 
@@ -110,12 +83,12 @@ def test_what_one_rank_has_of_an_expert_it_writes() -> None:
         name = f"expert.{rank}"
         tensors.append(MappedTensor(name, SHAPE, "bfloat16", (run(name, prod(SHAPE)),)))
         sources[name] = Source(name, SHAPE, "float32", (Piece(whole(SHAPE), (rank,)),))
-    plan = plan_export([file_of(*tensors)], KeyMapping(tuple(tensors), {}), sources, world=4)
+    plan = plan_export([one_file(*tensors)], KeyMapping(tuple(tensors), {}), sources, world=4)
     assert [len(parts) for parts in plan.parts] == [1] * 4
     assert sum(stream.nbytes for stream in plan.streams.values()) <= 3 * MIB
 
 
-@pytest.mark.parametrize("source", [rows(4), columns(4), everywhere(4)])
+@pytest.mark.parametrize("source", [rows(4), columns(4), replicas(4)])
 def test_memory_is_the_share_and_two_buckets(source: Source) -> None:
     plan = plan_of(source)
     for rank in range(4):
@@ -132,7 +105,7 @@ def test_equal_arguments_give_equal_plans() -> None:
 
 def test_a_header_of_several_blocks_is_written_by_those_who_own_them() -> None:
     header = bytes(range(256)) * (3 * MIB // 256)
-    plan = plan_export([file_of(TENSOR, header=header)], MAPPING, {"w": rows(3)}, world=3)
+    plan = plan_export([file_of([TENSOR], header=header)], MAPPING, {"w": rows(3)}, world=3)
     found = bytearray(len(header))
     for rank in range(3):
         mine = plan.rank(rank)
@@ -150,18 +123,18 @@ def refused(
     text: str, *, files: Any = None, mapping: KeyMapping = MAPPING, sources: Any = None, **options: Any
 ) -> None:
     with pytest.raises(ConfigError, match=text):
-        plan_export(files or [file_of(TENSOR)], mapping, sources or {"w": rows(4)}, **{"world": 4, **options})
+        plan_export(files or [one_file(TENSOR)], mapping, sources or {"w": rows(4)}, **{"world": 4, **options})
 
 
 def test_files_and_maps_must_fit() -> None:
-    file = file_of(TENSOR)
+    file = one_file(TENSOR)
     other = MappedTensor("v", (2,), "bfloat16", (run("w", 2),))
     refused("'w' of f is not mapped", mapping=KeyMapping((other,), {}))
     refused("'v' is mapped, but has no place", mapping=KeyMapping((TENSOR, other), {}))
     refused("'w' of g has two places", files=[file, replace(file, name="g")])
     refused("takes 6144000 bytes from 64", files=[replace(file, tensors=(Place("w", 72, file.size),))])
     refused("its tensors end at", files=[replace(file, size=file.size + 8)])
-    refused("no multiple of its element size", files=[file_of(TENSOR, header=b"odd")])
+    refused("no multiple of its element size", files=[file_of([TENSOR], header=b"odd")])
     refused("dtype strange", mapping=KeyMapping((replace(TENSOR, dtype="strange"),), {}))
     half = replace(TENSOR, moves=(run("w", 100),))
     refused("has 3072000 elements, and its map fills 100", mapping=KeyMapping((half,), {}))
@@ -185,13 +158,13 @@ def test_buckets_have_bounds() -> None:
 
 def test_tensors_without_elements_take_no_place() -> None:
     empty = MappedTensor("e", (0, 7), "bfloat16", ())
-    plan = plan_export([file_of(TENSOR, empty)], KeyMapping((TENSOR, empty), {}), {"w": rows(2)}, world=2)
-    assert sum(part.size for parts in plan.parts for part in parts) == file_of(TENSOR).size
+    plan = plan_export([one_file(TENSOR, empty)], KeyMapping((TENSOR, empty), {}), {"w": rows(2)}, world=2)
+    assert sum(part.size for parts in plan.parts for part in parts) == one_file(TENSOR).size
 
 
 def test_an_element_that_becomes_many_is_taken_from_one_rank_each_time() -> None:
     many = MappedTensor("w", (3, 8), "bfloat16", (Move("w", (3, 8), 0, (8, 1), 0, (0, 1)),))
-    plan = plan_export([file_of(many)], KeyMapping((many,), {}), {"w": rows(2, (8,))}, world=2)
+    plan = plan_export([one_file(many)], KeyMapping((many,), {}), {"w": rows(2, (8,))}, world=2)
     assert (
         sum(prod(copy.counts) for copy in plan.rank(0).local) + sum(s.nbytes for s in plan.streams.values()) // 2 == 24
     )

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from _export_files import columns_of, cuts, everywhere, file_of, rows_of
 
-from holdfast.boxes import Box, strides, whole
+from holdfast.boxes import Box, strides
 from holdfast.coordination import LocalBoard
 from holdfast.dtypes import ITEMSIZE
 from holdfast.errors import ConfigError, DeadlineExceeded
@@ -31,21 +32,6 @@ from holdfast.export.sources import Piece, Source
 
 TIMEOUT_S = 20.0
 BLOCK_BYTES = 256
-
-
-@dataclass(frozen=True)
-class Place:
-    name: str
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class File:
-    name: str
-    header: bytes
-    tensors: tuple[Place, ...]
-    size: int
 
 
 class Wires:
@@ -136,29 +122,12 @@ def quantized(matrix: torch.Tensor, dtype: torch.dtype, block: tuple[int, int]) 
 # states --------------------------------------------------------------------------------------------------------------
 
 
-def cuts(size: int, parts: int) -> list[tuple[int, int]]:
-    step = -(-size // parts)
-    return [(min(size, step * n), min(size, step * (n + 1))) for n in range(parts)]
-
-
-def rows_of(shape: tuple[int, int], world: int) -> tuple[Piece, ...]:
-    return tuple(Piece(Box((a, 0), (b - a, shape[1])), (rank,)) for rank, (a, b) in enumerate(cuts(shape[0], world)))
-
-
-def columns_of(shape: tuple[int, int], world: int) -> tuple[Piece, ...]:
-    return tuple(Piece(Box((0, a), (shape[0], b - a)), (rank,)) for rank, (a, b) in enumerate(cuts(shape[1], world)))
-
-
 def tiles_of(shape: tuple[int, int], world: int) -> tuple[Piece, ...]:
     pieces = []
     for row, (a, b) in enumerate(cuts(shape[0], 2)):
         for column, (c, d) in enumerate(cuts(shape[1], 2)):
             pieces.append(Piece(Box((a, c), (b - a, d - c)), ((2 * row + column) % world,)))
     return tuple(pieces)
-
-
-def everywhere(shape: tuple[int, int], world: int) -> tuple[Piece, ...]:
-    return (Piece(whole(shape), tuple(range(world))),)
 
 
 def identity(name: str, shape: tuple[int, int]) -> tuple[tuple[int, int], Move]:
@@ -199,12 +168,8 @@ def case_of(
         MappedTensor("w_scale_inv", tuple(scales.shape), "float32", (move,), scale_of="w", block=block),
     )
     header = b"h" * 72
-    places, data = [], header
-    for name, tensor in (("w_scale_inv", scales), ("w", matrix)):
-        payload = tensor.contiguous().view(torch.uint8).numpy().tobytes()
-        places.append(Place(name, len(data), len(data) + len(payload)))
-        data += payload
-    file = File("f", header, tuple(places), len(data))
+    data = header + b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in (scales, matrix))
+    file = file_of(reversed(tensors), header=header)
     plan = plan_export(
         [file],
         KeyMapping(tensors, {}),
