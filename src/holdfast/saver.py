@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("holdfast")
 
 ORPHAN_GRACE_S: Final = 120.0
-"""How long an engine may go on with what is staged and verified when its trainer has died."""
+"""How long an engine may go on with what is staged and verified when its trainer has died; an export's too."""
 REMOVAL_GRACE_S: Final = 30.0
 """How long `close` waits for deleted checkpoints to be gone from the disk."""
 ENGINE_GRACE_S: Final = 10.0

@@ -21,7 +21,7 @@ import queue
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from holdfast import events
 from holdfast.commit import Deadlines
@@ -37,6 +37,7 @@ from holdfast.format.parts import FilePart
 from holdfast.handle import SaveHandle
 from holdfast.keeping import Keeper
 from holdfast.outcome import Aborted, AbortReason
+from holdfast.saver import ENGINE_GRACE_S, ORPHAN_GRACE_S, REMOVAL_GRACE_S, THREAD_GRACE_S
 from holdfast.staging.image import PAGE_BYTES, Image
 from holdfast.starting import settle_root
 from holdfast.storage.local import LocalStorage, create_root
@@ -59,12 +60,6 @@ if TYPE_CHECKING:
     from holdfast.group import Group
 
 _log = logging.getLogger("holdfast")
-
-ORPHAN_GRACE_S: Final = 120.0
-"""How long an engine may go on with what is filled when its trainer has died."""
-ENGINE_GRACE_S: Final = 10.0
-REMOVAL_GRACE_S: Final = 30.0
-THREAD_GRACE_S: Final = 5.0
 
 
 class Ticket:
