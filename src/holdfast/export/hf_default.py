@@ -165,8 +165,9 @@ def _memory_of(tensor: torch.Tensor) -> Any:
 def _in_models_order(model: Any, state: StateDict, tied: Sequence[Sequence[str]]) -> StateDict:
     """``state`` as ``model.state_dict()`` has it: in its order, and with all names where some are tied."""
     expected = list(_saved_names(model))
+    known = frozenset(expected)
     standing = {name: other for group in tied for name in group for other in group if other in state}
-    unknown = [name for name in state if name not in set(expected)]
+    unknown = [name for name in state if name not in known]
     missing = [name for name in expected if name not in state and name not in standing]
     if unknown or missing:
         what = [f"it has no {listed(unknown)}"] if unknown else []

@@ -119,7 +119,8 @@ class Recipe:
         prefix = f"{model.key}."
         there = {name.removeprefix(prefix): source for name, source in sources.items() if name.startswith(prefix)}
         order = [name for name in model.order if name in there]
-        order += [name for name in there if name not in set(order)]
+        known = frozenset(order)
+        order += [name for name in there if name not in known]
         key_map, dtype = self._export.key_map, self._export.dtype
         if self._is_fp8:
             key_map = [key_map, Fp8(_QUANTIZED)]
