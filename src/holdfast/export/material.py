@@ -73,13 +73,24 @@ class _Captured:
         }
 
 
+class LastStock:
+    """What captures hold: one after the other they have the same plan, and are asked for it at each export."""
+
+    def __init__(self) -> None:
+        self._last: _Captured | None = None
+
+    def of(self, plan: DeliveryPlan, rank: int) -> _Captured:
+        if self._last is None or self._last.plan is not plan:
+            self._last = _Captured(plan, rank)
+        return self._last
+
+
 class CapturedState:
     """A capture, which others use at the same time."""
 
-    def __init__(self, capture: Capture, stocks: dict[int, _Captured]) -> None:
+    def __init__(self, capture: Capture, stock: LastStock) -> None:
         self._capture = capture
-        self._stocks = stocks
-        """By the identity of the plan that they are of; the last one is kept."""
+        self._stock = stock
 
     def stock(self) -> _Captured:
         if self._capture.error is not None:
@@ -87,20 +98,16 @@ class CapturedState:
         plan = self._capture.plan
         if plan is None:
             raise AssertionError("a capture without error has a plan")
-        found = self._stocks.get(id(plan))
-        if found is None or found.plan is not plan:
-            found = _Captured(plan, self._capture.rank)
-            self._stocks.clear()
-            self._stocks[id(plan)] = found
-        return found
+        return self._stock.of(plan, self._capture.rank)
 
     def memories(self, wanted: Sequence[Memory]) -> list[torch.Tensor]:
         buffer = self._capture.buffer
         if buffer is None:
             raise self._capture.error or AssertionError("a capture without error has a buffer")
+        held = self.stock().placed
         views = []
         for memory in wanted:
-            placed = self.stock().placed[memory.source, memory.box]
+            placed = held[memory.source, memory.box]
             start = buffer.file_offsets[placed.file] + placed.payload_offset
             views.append(buffer.image.bytes_view[start : start + placed.nbytes])
         return views

@@ -31,7 +31,7 @@ from holdfast.engine.messages import FileRow
 from holdfast.errors import ConfigError, DeadlineExceeded, HoldfastError
 from holdfast.export.hf_export import LATEST_LINK
 from holdfast.export.making import make_image
-from holdfast.export.material import CapturedState
+from holdfast.export.material import CapturedState, LastStock
 from holdfast.format.manifest import RankIndex, encode_index
 from holdfast.format.parts import FilePart
 from holdfast.handle import SaveHandle
@@ -65,11 +65,9 @@ _log = logging.getLogger("holdfast")
 class Ticket:
     """One export that is due: its place in the order, and a `Taker` of the capture that it is made from."""
 
-    def __init__(
-        self, step: int | None, name: str, handle: SaveHandle, stocks: dict[int, Any], *, overwrite: bool
-    ) -> None:
+    def __init__(self, step: int | None, name: str, handle: SaveHandle, stock: LastStock, *, overwrite: bool) -> None:
         self.step, self.name, self.handle, self.overwrite = step, name, handle, overwrite
-        self._stocks = stocks
+        self._stock = stock
         self.extra: Mapping[str, Any] = {}
         """Of its manifest."""
         self.material: Material | None = None
@@ -78,7 +76,7 @@ class Ticket:
         self._answered = threading.Event()
 
     def offer(self, capture: Capture, let_go: Callable[[], None]) -> None:
-        self.give(CapturedState(capture, self._stocks), let_go)
+        self.give(CapturedState(capture, self._stock), let_go)
 
     def give(self, material: Material, let_go: Callable[[], None] = lambda: None) -> None:
         """What the export is made from."""
@@ -157,7 +155,7 @@ class Exporter:
         )
         self._number = 0
         self._made: tuple[Stock, Made, RankPlan] | None = None
-        self._stocks: dict[int, Any] = {}
+        self._stock = LastStock()
         self._image: Image | None = None
         self._engine_image: int | None = None
         self._engine_plan: int | None = None
@@ -211,7 +209,7 @@ class Exporter:
                 wait_staged=lambda _handle, timeout: self._wait_staged(timeout),
                 callbacks=self._callbacks,
             ),
-            self._stocks,
+            self._stock,
             overwrite=overwrite,
         )
         self._pending.append(ticket.handle)
