@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from holdfast.config import CheckpointConfig
     from holdfast.export.session import Ticket
     from holdfast.group import Group
-    from holdfast.handle import SaveHandle
     from holdfast.saver import Saver
     from holdfast.state.tree import StateTree
 
@@ -83,9 +82,8 @@ class Exports:
     def due(self, step: int) -> list[Exporter]:
         return [exporter for exporter in self._exporters if exporter.is_due(step)]
 
-    def capture(self, tree: StateTree, step: int, due: Sequence[Exporter]) -> list[SaveHandle]:
-        """Capture what ``due`` need, for nobody else; the handles of the exports."""
-        takers = take(due, step)
+    def capture(self, tree: StateTree, step: int, due: Sequence[Exporter], takers: tuple[Ticket, ...]) -> None:
+        """Capture what ``due`` need, for nobody but ``takers``, which are theirs."""
         request = SaveRequest(
             step=step,
             name=f"exports of step {step}",
@@ -96,7 +94,6 @@ class Exports:
             checkpoint=False,
         )
         self._saver.start(tree, request, takers=takers, only=wanted_by(due))
-        return [ticket.handle for ticket in takers]
 
     def wait(self, timeout_s: float | None) -> None:
         """Return when none is in work; outcomes are in the handles. Raises `DeadlineExceeded`."""
@@ -115,10 +112,6 @@ class Exports:
                 late = late or error
         if late is not None:
             raise late
-
-
-def take(due: Sequence[Exporter], step: int) -> tuple[Ticket, ...]:
-    return tuple(exporter.ticket(step) for exporter in due)
 
 
 def wanted_by(due: Sequence[Exporter]) -> Callable[[str], bool]:

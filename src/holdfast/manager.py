@@ -202,13 +202,13 @@ class CheckpointManager:
         self, step: int, metrics: Mapping[str, float] | None, exporters: list[Exporter], *, checkpoint: bool
     ) -> list[SaveHandle]:
         """One capture for all of it; the checkpoint's handle comes first."""
-        if checkpoint:
-            takers = tuple(exporter.ticket(step) for exporter in exporters)
-            handles = [self._start(step, metrics, final=False, takers=takers), *(ticket.handle for ticket in takers)]
-        else:
-            assert self._exports is not None
-            handles = self._exports.capture(self._tree, step, exporters)
-        self._handles += handles[1:] if checkpoint else handles
+        takers = tuple(exporter.ticket(step) for exporter in exporters)
+        exported = [ticket.handle for ticket in takers]
+        handles = [self._start(step, metrics, final=False, takers=takers)] if checkpoint else []
+        if not checkpoint and self._exports is not None:
+            self._exports.capture(self._tree, step, exporters, takers)
+        self._handles += exported
+        handles += exported
         for handle in handles if self._config.mode == "sync" else ():
             handle.exception()
         self._raise_failures()
