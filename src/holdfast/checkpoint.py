@@ -110,20 +110,23 @@ class Checkpoint:
         index: slices (step 1) or integers, one for each leading dimension; only the extents that hold the part are
         read. Raises `CheckpointNotFound` for an unknown name, `CheckpointCorrupt`, `StorageError`.
         """
-        stored = self._stored(name)
-        box, shape = _box_of(name, stored.shape, index)
-        dtype = torch_dtype(stored.dtype)
-        if not box.volume:
-            return torch.empty(shape, dtype=dtype)
-        plan = plan_reads([Want(name, box, 0, box)], {name: stored})
+        box, shape = _box_of(name, self._stored(name).shape, index)
+        return self.read_boxes([(name, box)])[0].reshape(shape)
+
+    def read_boxes(self, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        """Boxes of tensors, by name, each verified and in new host memory; every file is opened once. As `read`."""
+        stored = {name: self._stored(name) for name, _ in wanted}
+        plan = plan_reads([Want(name, box, at, box) for at, (name, box) in enumerate(wanted) if box.volume], stored)
         with self._source.open_files(verify=True) as files:
             # Before memory is taken for it: the files must be there, and as large as what they are said to hold.
             for file in {transfer.file for transfer in plan.transfers}:
                 files.require(file)
-            out = torch.empty(box.sizes, dtype=dtype)
-            read_into(files, plan, [Destination(name, out)], self._source)
+            dtypes = [torch_dtype(stored[name].dtype) for name, _ in wanted]
+            out = [torch.empty(box.sizes, dtype=dtype) for (_, box), dtype in zip(wanted, dtypes, strict=True)]
+            into = [Destination(name, tensor) for (name, _), tensor in zip(wanted, out, strict=True)]
+            read_into(files, plan, into, self._source)
         events.count("bytes_read", files.bytes_read)
-        return out.reshape(shape)
+        return out
 
     def map(self, name: str, *, verify: bool = False) -> torch.Tensor:
         """Tensor ``name`` as a view of its file: nothing is read before it is used, processes share the memory.

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast
 from holdfast import api
+from holdfast.boxes import Box
 from holdfast.engine.client import EngineClient
 from holdfast.errors import (
     CheckpointCorrupt,
@@ -158,6 +159,19 @@ def test_a_part_of_a_tensor_reads_only_its_extents(tmp_path: Path) -> None:
     part = holdfast.open(tmp_path / "ckpt").read("w", slice(1000, 1041))  # 1% of it: 328 KiB in one extent or two
     assert torch.equal(part, tensor[1000:1041])
     assert 0 < holdfast.statistics()["bytes_read"] - read_before <= 2 << 20
+
+
+def test_boxes_are_read_together(tmp_path: Path) -> None:
+    weight = torch.randn(64, 256)
+    checkpoint = holdfast.save({"w": weight, "none": torch.zeros(0, 3)}, tmp_path / "ckpt")
+    before = holdfast.statistics()["bytes_read"]
+    quarters = [("w", Box((16 * n, 0), (16, 256))) for n in range(4)]
+    *parts, none = checkpoint.read_boxes([*quarters, ("none", Box((0, 0), (0, 3)))])
+    together = holdfast.statistics()["bytes_read"] - before
+    assert torch.equal(torch.cat(parts), weight)
+    assert none.shape == (0, 3)
+    assert torch.equal(checkpoint.read("w"), weight)
+    assert holdfast.statistics()["bytes_read"] - before == 2 * together  # their extent once, for all of them
 
 
 def test_the_root_of_a_manager_means_its_newest_step(tmp_path: Path) -> None:

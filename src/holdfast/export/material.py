@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 from holdfast import _torch_compat as compat
 from holdfast.boxes import Box
 from holdfast.delivery import verify_staging
@@ -19,6 +17,8 @@ from holdfast.plan.write import plan_save
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+
+    import torch
 
     from holdfast.capture import Capture, DeliveryPlan
     from holdfast.checkpoint import Checkpoint
@@ -144,11 +144,8 @@ class StoredState:
         }
 
     def memories(self, wanted: Sequence[Memory]) -> list[torch.Tensor]:
-        read = []
-        for memory in wanted:
-            index = tuple(slice(start, stop) for start, stop in zip(memory.box.offsets, memory.box.stops, strict=True))
-            read.append(self._checkpoint.read(memory.source, index).contiguous().view(-1).view(torch.uint8))
-        return read
+        read = self._checkpoint.read_boxes([(memory.source, memory.box) for memory in wanted])
+        return [compat.as_bytes(tensor) for tensor in read]
 
     def verify(self) -> None:
         """Every byte was matched with its checksum as it was read."""
