@@ -23,21 +23,19 @@ from holdfast.errors import ConfigError, DeadlineExceeded, HoldfastError
 from holdfast.group import open_group
 from holdfast.loader import LoadOptions, load_state
 from holdfast.optimizer_hook import guard_updates, unguard_updates
-from holdfast.recovery import recover_one
-from holdfast.root import refuse_occupied
 from holdfast.saver import Saver
+from holdfast.starting import claim_path
 from holdfast.state.tree import StateTree
-from holdfast.storage.local import LocalStorage, create_root
-from holdfast.storage.lock import RootLock, refuse_managed
+from holdfast.storage.local import LocalStorage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from holdfast.handle import SaveHandle
+    from holdfast.storage.lock import RootLock
 
 _log = logging.getLogger("holdfast")
 
-LOCK_PATIENCE_S: Final = 10.0
 OUTCOME_GRACE_S: Final = 1.0
 """How long a save whose time is up may take to say what became of it."""
 
@@ -208,7 +206,7 @@ class _SaveSession:
             self._request = _checked_request(self._target, step, numbers, staging, overwrite=overwrite)
             self._tree = StateTree(state, rank=group.rank, world=group.world, group_ranks=group.ranks)
             if group.rank == 0:
-                self._prepare()
+                self._lock = claim_path(self._target, step=step, overwrite=overwrite, timeout_s=self.left_s())
             # To the tenth of a second: it is in messages.
             stage_s = max(0.1, math.ceil(self.left_s() * 10) / 10)
             config = CheckpointConfig(
@@ -232,19 +230,6 @@ class _SaveSession:
     def left_s(self) -> float:
         """Seconds left of the whole; never quite zero: a wait of 0 s would not even look."""
         return max(0.001, self._deadline - time.monotonic())
-
-    def _prepare(self) -> None:
-        """Rank 0: make the parent, lock the path, settle what an earlier save to it has left."""
-        parent, name = os.path.split(self._target)
-        create_root(parent)
-        # An `async_save` of this very process may still be letting go of it.
-        self._lock = RootLock.acquire_beside(self._target, timeout_s=min(self.left_s(), LOCK_PATIENCE_S))
-        storage = LocalStorage(parent)
-        recover_one(storage, name, timeout_s=self.left_s())
-        if self._request.overwrite:
-            refuse_managed(self._target)
-        else:
-            refuse_occupied(storage, name, step=self._request.step)
 
     def start(self) -> SaveHandle:
         if self._saver is None:

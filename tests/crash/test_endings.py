@@ -242,7 +242,7 @@ def test_an_interrupted_start_leaves_the_root_unlocked(tmp_path: Path, monkeypat
     state = {"w": torch.ones(10)}
     with monkeypatch.context() as patch:
         patch.setattr("holdfast.starting.recover", interrupt)
-        patch.setattr("holdfast.api.recover_one", interrupt)
+        patch.setattr("holdfast.starting.recover_one", interrupt)
         with pytest.raises(KeyboardInterrupt):
             holdfast.CheckpointManager(tmp_path / "root", state)
         with pytest.raises(KeyboardInterrupt):

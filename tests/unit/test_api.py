@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast
-from holdfast import api
+from holdfast import starting
 from holdfast.boxes import Box
 from holdfast.engine.client import EngineClient
 from holdfast.errors import (
@@ -375,7 +375,7 @@ def test_a_save_that_is_late_says_so(tmp_path: Path) -> None:
 
 
 def test_the_time_of_a_save_is_that_of_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "recover_one", lambda *_, **__: time.sleep(0.8))
+    monkeypatch.setattr(starting, "recover_one", lambda *_, **__: time.sleep(0.8))
     with held_copies(opens_for_updates=False) as gate:
         opener = threading.Timer(3.0, gate.open)
         opener.start()

@@ -25,12 +25,10 @@ from holdfast.export.session import Exporter
 from holdfast.exporting import exchange_of
 from holdfast.group import open_group
 from holdfast.optimizer_hook import guard_updates, unguard_updates
-from holdfast.recovery import recover_one
-from holdfast.root import refuse_occupied
 from holdfast.saver import Saver
+from holdfast.starting import claim_path
 from holdfast.state.tree import StateTree
-from holdfast.storage.local import LocalStorage, create_root
-from holdfast.storage.lock import RootLock, refuse_managed
+from holdfast.storage.local import LocalStorage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,8 +36,8 @@ if TYPE_CHECKING:
     import torch
 
     from holdfast.group import Group
+    from holdfast.storage.lock import RootLock
 
-LOCK_PATIENCE_S = 5.0
 OUTCOME_GRACE_S = 30.0
 
 
@@ -153,7 +151,7 @@ class _Session:
 
     def _open(self, source: Any, target: str, options: dict[str, Any], *, overwrite: bool) -> None:
         group = self._group
-        parent, name = os.path.split(target)
+        parent = os.path.dirname(target)
         options = {**options, "root": parent, "every": None, "latest_link": False}
         export = HFExport(**options)
         if isinstance(source, nn.Module):
@@ -170,14 +168,7 @@ class _Session:
             )
         recipe = Recipe(export, models, rank=group.rank)
         if group.rank == 0:
-            create_root(parent)
-            self._lock = RootLock.acquire_beside(target, timeout_s=min(self._left_s(), LOCK_PATIENCE_S))
-            storage = LocalStorage(parent)
-            recover_one(storage, name, timeout_s=self._left_s())
-            if overwrite:
-                refuse_managed(target)
-            else:
-                refuse_occupied(storage, name, step=None)
+            self._lock = claim_path(target, step=None, overwrite=overwrite, timeout_s=self._left_s())
         limit_s = max(0.1, math.ceil(self._left_s() * 10) / 10)
         config = CheckpointConfig(
             keep=None, in_flight=1, stage_timeout=limit_s, persist_timeout=limit_s, commit_timeout=limit_s
