@@ -25,7 +25,7 @@ from holdfast.format.safetensors_header import (
     INDEX_BYTES_MAX,
     INDEX_NAME,
     LENGTH_BYTES,
-    SINGLE_NAME,
+    WEIGHTS_NAME,
     Header,
     header_length,
     parse_header,
@@ -144,7 +144,7 @@ class HFSource:
 
 def has_hf_model(directory: str) -> bool:
     """Whether there are safetensors files here by the names that ``from_pretrained`` looks for."""
-    return any(os.path.isfile(os.path.join(directory, name)) for name in (SINGLE_NAME, INDEX_NAME))
+    return any(os.path.isfile(os.path.join(directory, name)) for name in (WEIGHTS_NAME, INDEX_NAME))
 
 
 def open_hf(directory: str) -> HFSource:
@@ -153,15 +153,15 @@ def open_hf(directory: str) -> HFSource:
     Raises `CheckpointCorrupt` for headers or an index that make no sense, `StorageError`; `CheckpointNotFound` where
     there is neither.
     """
-    if os.path.isfile(os.path.join(directory, SINGLE_NAME)):
+    if os.path.isfile(os.path.join(directory, WEIGHTS_NAME)):
         index = None
-        names = [SINGLE_NAME]
+        names = [WEIGHTS_NAME]
     elif os.path.lexists(os.path.join(directory, INDEX_NAME)):
         path = os.path.join(directory, INDEX_NAME)
         index = parse_index(_read_whole(directory, INDEX_NAME, limit=INDEX_BYTES_MAX), path=path)
         names = sorted(set(index.values()))
     else:
-        raise CheckpointNotFound(f"{directory} has neither {SINGLE_NAME} nor {INDEX_NAME}", path=directory)
+        raise CheckpointNotFound(f"{directory} has neither {WEIGHTS_NAME} nor {INDEX_NAME}", path=directory)
     committed = open_holdfast(directory) if os.path.lexists(os.path.join(directory, MANIFEST_NAME)) else None
     source = HFSource(directory, committed)
     if committed is not None:

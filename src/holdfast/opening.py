@@ -12,7 +12,7 @@ from typing import Final
 
 from holdfast.errors import CheckpointNotFound, ConfigError
 from holdfast.format.manifest import MANIFEST_NAME, METADATA_NAME
-from holdfast.format.safetensors_header import INDEX_NAME, SINGLE_NAME
+from holdfast.format.safetensors_header import INDEX_NAME, WEIGHTS_NAME
 from holdfast.hf_source import has_hf_model, open_hf
 from holdfast.keeping import Found, oldest_first
 from holdfast.root import foreign_steps, lost_manifest, no_manifest
@@ -72,7 +72,7 @@ def open_source(path: str, *, exports: bool = False) -> Source:
                 raise
     raise CheckpointNotFound(
         f"no checkpoint at {directory}: it has neither {MANIFEST_NAME} nor {METADATA_NAME}, nor published steps below, "
-        f"nor is it a Hugging Face model's ({SINGLE_NAME} or {INDEX_NAME}){_seen_instead(directory)}",
+        f"nor is it a Hugging Face model's ({WEIGHTS_NAME} or {INDEX_NAME}){_seen_instead(directory)}",
         path=directory,
     )
 

@@ -25,8 +25,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from holdfast.errors import ConfigError, StorageError
-from holdfast.export.hf_layout import ADAPTER_CONFIG_NAME, INDEX_NAME, SUFFIX, TORCH_CODES
+from holdfast.export.hf_layout import ADAPTER_CONFIG_NAME, SUFFIX
 from holdfast.export.source_files import FILE_BYTES_MAX, LeftOut, read_file, scan_directory, why_no_path
+from holdfast.format.safetensors_header import INDEX_NAME, TORCH_CODES
 
 CONFIG_NAME: Final = "config.json"
 GENERATION_CONFIG_NAME: Final = "generation_config.json"

@@ -23,70 +23,22 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from holdfast.errors import ConfigError
+from holdfast.format.safetensors_header import (
+    CODE_BITS,
+    HEADER_BYTES_MAX,
+    INDEX_NAME,
+    RESERVED_NAME,
+    TORCH_CODES,
+    WEIGHTS_NAME,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-WEIGHTS_NAME: Final = "model.safetensors"
-INDEX_NAME: Final = "model.safetensors.index.json"
 ADAPTER_WEIGHTS_NAME: Final = "adapter_model.safetensors"
 ADAPTER_CONFIG_NAME: Final = "adapter_config.json"
 SUFFIX: Final = ".safetensors"
-RESERVED_NAME: Final = "__metadata__"
-"""What a header calls its metadata: no tensor can have this name."""
-HEADER_BYTES_MAX: Final = 100_000_000
-"""Readers refuse a longer header."""
 ALIGNMENT_BYTES: Final = 8
-
-CODE_BITS: Final[dict[str, int]] = {
-    "U64": 64,
-    "I64": 64,
-    "F64": 64,
-    "C64": 64,
-    "F32": 32,
-    "U32": 32,
-    "I32": 32,
-    "BF16": 16,
-    "F16": 16,
-    "U16": 16,
-    "I16": 16,
-    "F8_E5M2FNUZ": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "I8": 8,
-    "U8": 8,
-    "F6_E3M2": 6,
-    "F6_E2M3": 6,
-    "F4": 4,
-    "BOOL": 8,
-}
-"""Bits of one element by safetensors' code of its type, in the order in which a file has them."""
-
-TORCH_CODES: Final[dict[str, str]] = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "uint16": "U16",
-    "int16": "I16",
-    "uint32": "U32",
-    "int32": "I32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-    "complex64": "C64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
-    "float4_e2m1fn_x2": "F4",
-}
-"""Torch's name of an element type, without ``torch.``, to safetensors' code: what its torch binding can save."""
 
 _RANK: Final = {code: rank for rank, code in enumerate(CODE_BITS)}
 _ZERO_SIZE: Final = ("zero-size",)

@@ -14,19 +14,26 @@ Does not: compare checksums. Of what Holdfast published, ``verifying`` reads eve
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from holdfast.errors import CheckpointCorrupt, HoldfastError
-from holdfast.export.hf_layout import CODE_BITS, HEADER_BYTES_MAX, INDEX_NAME, RESERVED_NAME, SUFFIX, WEIGHTS_NAME
-from holdfast.format.index_checks import DIMENSIONS_MAX
+from holdfast.export.hf_layout import SUFFIX
 from holdfast.format.manifest import MANIFEST_NAME, decode_manifest
+from holdfast.format.safetensors_header import (
+    INDEX_NAME,
+    LENGTH_BYTES,
+    WEIGHTS_NAME,
+    Fault,
+    corrupt_header,
+    find_length,
+    find_tensors,
+)
 from holdfast.root import MAX_MANIFEST_BYTES
 from holdfast.storage.descriptors import refused
 from holdfast.storage.plain import open_plain
@@ -48,17 +55,8 @@ TOLD_MAX: Final = 16
 _NUMBERED: Final = re.compile(r".+-\d{5,}-of-\d{5,}\.safetensors", re.DOTALL)
 
 
-_Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Sizes = dict[str, int]
 """The bytes of each tensor in a file of weights."""
-
-
-class _Row(msgspec.Struct):
-    """A tensor in a header."""
-
-    dtype: str
-    shape: Annotated[list[_Count], msgspec.Meta(max_length=DIMENSIONS_MAX)]
-    data_offsets: tuple[_Count, _Count]
 
 
 class _Totals(msgspec.Struct):
@@ -72,12 +70,30 @@ class _Index(msgspec.Struct):
     metadata: _Totals | None = None
 
 
-_decode_header: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_decode_row: Final = msgspec.json.Decoder(_Row).decode
-_decode_texts: Final = msgspec.json.Decoder(dict[str, str] | None).decode
 _decode_index: Final = msgspec.json.Decoder(_Index).decode
 _decode_any: Final = msgspec.json.Decoder(msgspec.Raw).decode
 _MALFORMED: Final = (msgspec.MsgspecError, ValueError, RecursionError)
+
+_WRONG_ABOUT: Final = "{path}: its header is wrong about {name!r:.200}: "
+_TOO_MUCH_OR_LITTLE: Final = (
+    "{path}: it has {size:,} bytes, and by its header {end:,}: cut short, or something was added"
+)
+_WORDS: Final[Mapping[str, str]] = {
+    "short": "{path}: {size:,} bytes are no safetensors file",
+    "length": "{path}: its header would have {length:,} bytes, of a file of {size:,}: "
+    "no safetensors file, or cut short",
+    "json": "{path}: its header can't be read: {why}",
+    "entry": _WRONG_ABOUT + "{why}",
+    "dtype": _WRONG_ABOUT + "its element type is {dtype!r:.80}",
+    "shape": _WRONG_ABOUT + "its shape is {shape!r:.200}",
+    "place": _WRONG_ABOUT + "{start:,} to {end:,} aren't bytes of a file",
+    "volume": _WRONG_ABOUT + "{nbytes:,} bytes aren't {shape!r:.200} of {dtype}",
+    "overlap": "{path}: {name!r:.200} overlaps the tensor before it",
+    "gap": "{path}: {name!r:.200} leaves a gap of {nbytes:,} bytes before it",
+    "cut": _TOO_MUCH_OR_LITTLE,
+    "more": _TOO_MUCH_OR_LITTLE,
+}
+"""What a `Fault` of a header is called here, where nobody wanted anything from it."""
 
 
 @dataclass(slots=True)
@@ -249,63 +265,17 @@ def read_header(directory: str, name: str) -> _Sizes:
     Raises `CheckpointCorrupt` saying what doesn't, `StorageError`.
     """
     path = os.path.join(directory, name)
-    head, size = _read(directory, name, 8)
-    if len(head) < 8:
-        raise _corrupt(path, f"{size:,} bytes are no safetensors file", 0, size)
-    length = int.from_bytes(head, "little")
-    if length > min(size - 8, HEADER_BYTES_MAX):
-        raise _corrupt(
-            path,
-            f"its header would have {length:,} bytes, of a file of {size:,}: no safetensors file, or cut short",
-            0,
-            8,
+    head, size = _read(directory, name, LENGTH_BYTES)
+    length = find_length(head, file_size=size)
+    if isinstance(length, Fault):
+        raise corrupt_header(length, _WORDS, path=path)
+    header = find_tensors(_read(directory, name, length, LENGTH_BYTES)[0], file_size=size)
+    if isinstance(header, Fault):
+        # Of a file that ends too early nobody knows which tensors are missing.
+        raise corrupt_header(
+            header._replace(tensor=None) if header.kind in ("cut", "more") else header, _WORDS, path=path
         )
-    text, _ = _read(directory, name, length, 8)
-    start = 8 + length
-    try:
-        document = _decode_header(text)
-        if RESERVED_NAME in document:
-            _decode_texts(document.pop(RESERVED_NAME))
-    except _MALFORMED as error:
-        raise _corrupt(path, f"its header can't be read: {_shortly(error)}", 8, start) from error
-    spans = []
-    for tensor, row in document.items():
-        why, first, stop = _span(row)
-        if why is not None:
-            raise _corrupt(path, f"its header is wrong about {tensor!r:.200}: {why}", 8, start, tensor)
-        spans.append((first, stop, tensor))
-    spans.sort()
-    end = 0
-    for first, stop, tensor in spans:
-        if first != end:
-            what = (
-                "overlaps the tensor before it" if first < end else f"leaves a gap of {first - end:,} bytes before it"
-            )
-            raise _corrupt(path, f"{tensor!r:.200} {what}", start + min(first, end), start + max(first, end), tensor)
-        end = stop
-    if start + end != size:
-        raise _corrupt(
-            path,
-            f"it has {size:,} bytes, and by its header {start + end:,}: cut short, or something was added",
-            min(size, start + end),
-            max(size, start + end),
-        )
-    return {tensor: stop - first for first, stop, tensor in spans}
-
-
-def _span(raw: msgspec.Raw) -> tuple[str | None, int, int]:
-    """Why a tensor of a header makes no sense, or None; and its first byte and its end in the payload."""
-    try:
-        row = _decode_row(raw)
-    except _MALFORMED as error:
-        return _shortly(error), 0, 0
-    bits = CODE_BITS.get(row.dtype)
-    if bits is None:
-        return f"its element type is {row.dtype!r:.80}", 0, 0
-    first, stop = row.data_offsets
-    if math.prod(row.shape) * bits != (stop - first) * 8:
-        return f"{stop - first:,} bytes aren't {row.shape!r:.200} of {row.dtype}", 0, 0
-    return None, first, stop
+    return {tensor.name: tensor.end - tensor.start for tensor in header.tensors}
 
 
 # the index -----------------------------------------------------------------------------------------------------

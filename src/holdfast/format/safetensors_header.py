@@ -14,49 +14,82 @@ Does not: read files, or know what the tensors are for. Torch-free.
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import msgspec
 
-from holdfast.dtypes import ITEMSIZE
 from holdfast.errors import CheckpointCorrupt, ConfigError
 from holdfast.format.index_checks import DIMENSIONS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-SINGLE_NAME: Final = "model.safetensors"
+WEIGHTS_NAME: Final = "model.safetensors"
 INDEX_NAME: Final = "model.safetensors.index.json"
 
 LENGTH_BYTES: Final = 8
 HEADER_BYTES_MAX: Final = 100_000_000
 """What every reader of the format allows a header."""
+RESERVED_NAME: Final = "__metadata__"
+"""What a header calls its metadata: no tensor can have this name."""
 INDEX_BYTES_MAX: Final = 1 << 30
 
-DTYPES: Final[Mapping[str, str]] = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "U16": "uint16",
-    "I16": "int16",
-    "U32": "uint32",
-    "I32": "int32",
-    "U64": "uint64",
-    "I64": "int64",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
+CODE_BITS: Final[dict[str, int]] = {
+    "U64": 64,
+    "I64": 64,
+    "F64": 64,
+    "C64": 64,
+    "F32": 32,
+    "U32": 32,
+    "I32": 32,
+    "BF16": 16,
+    "F16": 16,
+    "U16": 16,
+    "I16": 16,
+    "F8_E5M2FNUZ": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "I8": 8,
+    "U8": 8,
+    "F6_E3M2": 6,
+    "F6_E2M3": 6,
+    "F4": 4,
+    "BOOL": 8,
 }
-"""The dtype codes of the format that can be read here, each with torch's name for it."""
-_SUB_BYTE_BITS: Final = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-"""Codes of the format whose elements share bytes: they are told apart from damage, and can't be read."""
+"""Bits of one element by safetensors' code of its type, in the order in which a file has them."""
+
+TORCH_CODES: Final[dict[str, str]] = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float4_e2m1fn_x2": "F4",
+}
+"""Torch's name of an element type, without ``torch.``, to safetensors' code: what its torch binding can save."""
+
+DTYPES: Final[Mapping[str, str]] = {code: name for name, code in TORCH_CODES.items() if CODE_BITS[code] % 8 == 0}
+"""The codes that can be read here, each with torch's name for it; elements of the others share bytes."""
+
+
+_OFFSET_MAX: Final = (1 << 63) - 1
+_Offset = Annotated[int, msgspec.Meta(le=_OFFSET_MAX)]
 
 
 class HeaderTensor(NamedTuple):
@@ -76,10 +109,38 @@ class Header(NamedTuple):
     metadata: Mapping[str, str]
 
 
-class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Fault(NamedTuple):
+    """Why a header makes no sense: the ``kind`` of fault, the bytes that show it, and the ``facts`` to tell it by.
+
+    kind      facts                          what is wrong
+    short     size                           the file has no room for the length of a header
+    length    length, size, most             nor for a header of that length, or no reader takes one
+    json      why                            the header is not the JSON object that it should be
+    entry     name, why                      nor is what it says of a tensor
+    dtype     name, dtype                    the format has no such type
+    shape     name, shape                    no tensor has such a shape
+    place     name, start, end               no payload has such a place
+    volume    name, dtype, shape, nbytes     so many elements don't take so many bytes
+    overlap   name, begin, expected, nbytes  a tensor begins before the end of the one before it
+    gap       name, begin, expected, nbytes  or after it
+    cut       size, end                      the file ends before its last tensor does
+    more      size, end                      or after it
+    """
+
+    kind: str
+    at: tuple[int, int]
+    tensor: str | None
+    facts: Mapping[str, Any]
+
+
+class _Entry(msgspec.Struct, frozen=True):
     dtype: str
     shape: list[int]
-    data_offsets: tuple[int, int]
+    data_offsets: tuple[_Offset, _Offset]
+
+
+class _OnlyEntry(_Entry, frozen=True, forbid_unknown_fields=True):
+    """One that says nothing that nobody here knows of."""
 
 
 class _Index(msgspec.Struct, frozen=True):
@@ -89,69 +150,98 @@ class _Index(msgspec.Struct, frozen=True):
 
 _HEADER: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ENTRY: Final = msgspec.json.Decoder(_Entry)
-_METADATA: Final = msgspec.json.Decoder(dict[str, str])
+_ONLY_ENTRY: Final = msgspec.json.Decoder(_OnlyEntry)
+_METADATA: Final = msgspec.json.Decoder(dict[str, str] | None)
 _INDEX: Final = msgspec.json.Decoder(_Index)
 _MALFORMED: Final = (msgspec.MsgspecError, ValueError, RecursionError)
+
+_NONSENSE: Final = "{path}: the header makes no sense for tensor {name!r:.200}: "
+_DAMAGED: Final = "; the file is damaged, or isn't a safetensors file"
+_MISPLACED: Final = "{path}: tensor {name!r:.200} begins at byte {begin:,}, expected {expected:,}: it "
+_ENDS: Final = "{path} has {size:,} bytes, but by its header its tensors end at byte {end:,}: it was "
+_WORDS: Final[Mapping[str, str]] = {
+    "short": "{path} has {size} bytes: too few for a safetensors file, which begins with the 8 bytes of a length; it "
+    "was cut short, or is something else",
+    "length": "{path}: its first 8 bytes say that a header of {length:,} bytes follows, but the file has {size:,} and "
+    "a header at most {most:,}; it was cut short, or isn't a safetensors file (one that Git LFS or an unfinished "
+    "download left in its place, for example)",
+    "json": "{path}: its header is not the JSON of a safetensors file: {why}",
+    "entry": _NONSENSE + "its entry can't be read ({why})" + _DAMAGED,
+    "dtype": _NONSENSE + "it has the dtype {dtype!r:.80}, which the format doesn't have" + _DAMAGED,
+    "shape": _NONSENSE + "it has the shape {shape!r:.200}" + _DAMAGED,
+    "place": _NONSENSE + "its bytes are said to be {start} to {end}" + _DAMAGED,
+    "volume": _NONSENSE + "{dtype} of shape {shape!r:.200} doesn't take {nbytes:,} bytes" + _DAMAGED,
+    "overlap": _MISPLACED + "overlaps the tensor before it; the header is damaged",
+    "gap": _MISPLACED + "leaves out {nbytes:,} bytes; the header is damaged",
+    "cut": _ENDS + "cut short",
+    "more": _ENDS + "written to after that, or its header is damaged",
+}
 
 
 def header_length(head: bytes, *, file_size: int, path: str) -> int:
     """How many bytes of JSON follow the first 8 of a file, ``head``. Raises `CheckpointCorrupt` where they can't."""
-    if len(head) < LENGTH_BYTES:
-        raise CheckpointCorrupt(
-            f"{path} has {file_size} bytes: too few for a safetensors file, which begins with the 8 bytes of a length; "
-            "it was cut short, or is something else",
-            path=path,
-            byte_range=(0, file_size),
-        )
-    length = int.from_bytes(head[:LENGTH_BYTES], "little")
-    if length > min(HEADER_BYTES_MAX, file_size - LENGTH_BYTES):
-        raise CheckpointCorrupt(
-            f"{path}: its first 8 bytes say that a header of {length:,} bytes follows, but the file has {file_size:,} "
-            f"and a header at most {HEADER_BYTES_MAX:,}; it was cut short, or isn't a safetensors file (one that Git "
-            "LFS or an unfinished download left in its place, for example)",
-            path=path,
-            byte_range=(0, LENGTH_BYTES),
-        )
+    length = find_length(head, file_size=file_size)
+    if isinstance(length, Fault):
+        raise corrupt_header(length, _WORDS, path=path)
     return length
 
 
 def parse_header(data: bytes | memoryview, *, file_size: int, path: str) -> Header:
-    """What the JSON of a header says of a file of ``file_size`` bytes. Raises `CheckpointCorrupt`."""
+    """What the JSON of a header says of a file of ``file_size`` bytes, all of it known. Raises `CheckpointCorrupt`."""
+    header = find_tensors(data, file_size=file_size, only_known=True)
+    if isinstance(header, Fault):
+        raise corrupt_header(header, _WORDS, path=path)
+    return header
+
+
+def corrupt_header(fault: Fault, words: Mapping[str, str], *, path: str) -> CheckpointCorrupt:
+    """The error for ``fault`` in ``words``, a template for each kind."""
+    message = words[fault.kind].format(path=path, **fault.facts)
+    return CheckpointCorrupt(message, path=path, tensor=fault.tensor, byte_range=fault.at)
+
+
+def find_length(head: bytes, *, file_size: int) -> int | Fault:
+    """How many bytes of JSON follow the first 8 of a file, ``head``; or why they can't."""
+    if len(head) < LENGTH_BYTES:
+        return Fault("short", (0, file_size), None, {"size": file_size})
+    length = int.from_bytes(head[:LENGTH_BYTES], "little")
+    if length > min(HEADER_BYTES_MAX, file_size - LENGTH_BYTES):
+        facts = {"length": length, "size": file_size, "most": HEADER_BYTES_MAX}
+        return Fault("length", (0, LENGTH_BYTES), None, facts)
+    return length
+
+
+def find_tensors(data: bytes | memoryview, *, file_size: int, only_known: bool = False) -> Header | Fault:
+    """What the JSON of a header says of a file of ``file_size`` bytes, or what is wrong with it.
+
+    only_known: what an entry says beyond dtype, shape and place is a fault too; other readers pass over it.
+    """
     payloads_at = LENGTH_BYTES + len(data)
     try:
         entries = _HEADER.decode(data)
-        own = entries.pop("__metadata__", None)
-        metadata = {} if own is None else _METADATA.decode(own)
+        own = entries.pop(RESERVED_NAME, None)
+        metadata = {} if own is None else _METADATA.decode(own) or {}
     except _MALFORMED as error:
-        raise CheckpointCorrupt(
-            f"{path}: its header is not the JSON of a safetensors file: {_shown(error)}",
-            path=path,
-            byte_range=(LENGTH_BYTES, payloads_at),
-        ) from error
-    tensors = [_checked(name, raw, payloads_at, path) for name, raw in entries.items()]
+        return Fault("json", (LENGTH_BYTES, payloads_at), None, {"why": _shown(error)})
+    tensors = []
+    for name, raw in entries.items():
+        tensor = _find_tensor(name, raw, payloads_at, only_known=only_known)
+        if isinstance(tensor, Fault):
+            return tensor
+        tensors.append(tensor)
     # Of two at the same place one is empty: before the other, not in the middle of it.
     tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
     at = payloads_at
     for tensor in tensors:
         if tensor.start != at:
-            what = "overlaps the tensor before it" if tensor.start < at else f"leaves out {tensor.start - at:,} bytes"
-            raise CheckpointCorrupt(
-                f"{path}: tensor {tensor.name!r} begins at byte {tensor.start:,}, expected {at:,}: it {what}; the "
-                "header is damaged",
-                path=path,
-                tensor=tensor.name,
-                byte_range=(min(at, tensor.start), max(at, tensor.start)),
-            )
+            facts = {"name": tensor.name, "begin": tensor.start, "expected": at, "nbytes": tensor.start - at}
+            span = min(at, tensor.start), max(at, tensor.start)
+            return Fault("overlap" if tensor.start < at else "gap", span, tensor.name, facts)
         at = tensor.end
     if at != file_size:
         last = tensors[-1].name if tensors else None
-        raise CheckpointCorrupt(
-            f"{path} has {file_size:,} bytes, but by its header its tensors end at byte {at:,}: it was "
-            + ("cut short" if file_size < at else "written to after that, or its header is damaged"),
-            path=path,
-            tensor=last,
-            byte_range=(min(at, file_size), max(at, file_size)),
-        )
+        span = min(at, file_size), max(at, file_size)
+        return Fault("cut" if file_size < at else "more", span, last, {"size": file_size, "end": at})
     return Header(tuple(tensors), metadata)
 
 
@@ -189,36 +279,28 @@ def is_file_beside(file: str) -> bool:
     return file not in ("", ".", "..") and not set(file) & set("/\\:\0")
 
 
-def _checked(name: str, raw: msgspec.Raw, payloads_at: int, path: str) -> HeaderTensor:
+def _find_tensor(name: str, raw: msgspec.Raw, payloads_at: int, *, only_known: bool) -> HeaderTensor | Fault:
+    def fault(kind: str, **facts: Any) -> Fault:
+        return Fault(kind, (LENGTH_BYTES, payloads_at), name, {"name": name, **facts})
+
     try:
-        entry = _ENTRY.decode(raw)
+        entry = (_ONLY_ENTRY if only_known else _ENTRY).decode(raw)
     except _MALFORMED as error:
-        raise _nonsense(name, f"its entry can't be read ({_shown(error)})", path, payloads_at) from error
+        return fault("entry", why=_shown(error))
     dtype, shape, (start, end) = entry.dtype, tuple(entry.shape), entry.data_offsets
-    bits = _SUB_BYTE_BITS.get(dtype) or ITEMSIZE.get(DTYPES.get(dtype, ""), 0) * 8
-    if not bits:
-        raise _nonsense(name, f"it has the dtype {dtype!r:.80}, which the format doesn't have", path, payloads_at)
+    bits = CODE_BITS.get(dtype)
+    if bits is None:
+        return fault("dtype", dtype=dtype)
     if len(shape) > DIMENSIONS_MAX or min(shape, default=0) < 0:
-        raise _nonsense(name, f"it has the shape {entry.shape!r:.200}", path, payloads_at)
+        return fault("shape", shape=entry.shape)
     if not 0 <= start <= end:
-        raise _nonsense(name, f"its bytes are said to be {start} to {end}", path, payloads_at)
+        return fault("place", start=start, end=end)
     # Of a product of many large numbers the first few are enough to see that it is too large, or nothing.
-    volume = 0 if 0 in shape else prod(shape) if max(shape, default=0) <= 8 * end else 8 * end + 1
+    longest = max(shape, default=0)
+    volume = 0 if 0 in shape and longest <= _OFFSET_MAX else prod(shape) if longest <= 8 * end else 8 * end + 1
     if volume * bits != (end - start) * 8:
-        raise _nonsense(
-            name, f"{dtype} of shape {list(shape)!r:.200} doesn't take {end - start:,} bytes", path, payloads_at
-        )
+        return fault("volume", dtype=dtype, shape=entry.shape, nbytes=end - start)
     return HeaderTensor(name, dtype, shape, payloads_at + start, payloads_at + end)
-
-
-def _nonsense(name: str, what: str, path: str, payloads_at: int) -> CheckpointCorrupt:
-    return CheckpointCorrupt(
-        f"{path}: the header makes no sense for tensor {name!r:.200}: {what}; the file is damaged, or isn't a "
-        "safetensors file",
-        path=path,
-        tensor=name,
-        byte_range=(LENGTH_BYTES, payloads_at),
-    )
 
 
 def _shown(error: BaseException) -> str:
