@@ -22,7 +22,7 @@ import xxhash
 from holdfast.errors import HoldfastError
 from holdfast.format.manifest import SUM_BYTES, IndexObject, IndexTensor
 from holdfast.format.torch_record import render
-from holdfast.storage.plain import open_plain
+from holdfast.storage.plain import open_plain, read_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -95,7 +95,7 @@ class Blamer:
         except (HoldfastError, OSError):
             return True  # the file as a whole is wrong: nobody's bytes in particular
         try:
-            data = _read(fd, row.begin, row.stop)
+            data = read_at(fd, row.begin, row.stop - row.begin)
         except OSError:
             return False
         finally:
@@ -131,11 +131,3 @@ def _is_object_whole(data: bytes) -> bool:
             return archive.testzip() is None
     except (zipfile.BadZipFile, zlib.error, OSError, ValueError, NotImplementedError, RuntimeError, EOFError):
         return False
-
-
-def _read(fd: int, start: int, end: int) -> bytes:
-    pieces = []
-    while start < end and (piece := os.pread(fd, end - start, start)):
-        pieces.append(piece)
-        start += len(piece)
-    return b"".join(pieces)

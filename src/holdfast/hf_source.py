@@ -33,9 +33,9 @@ from holdfast.format.safetensors_header import (
     torch_name,
 )
 from holdfast.plan.read import StoredShard, StoredTensor
-from holdfast.source import READ_THREADS, HoldfastSource, StoredObject, open_holdfast, refused
-from holdfast.storage.descriptors import StoredFile
-from holdfast.storage.plain import open_plain
+from holdfast.source import READ_THREADS, HoldfastSource, StoredObject, open_holdfast
+from holdfast.storage.descriptors import StoredFile, refused
+from holdfast.storage.plain import open_plain, read_at
 from holdfast.storage.reading import FileSet
 from holdfast.storage.turns import take_turns
 
@@ -282,13 +282,7 @@ def _open(directory: str, name: str, *, why: str) -> int:
 
 
 def _pread(fd: int, nbytes: int, offset: int, path: str) -> bytes:
-    """Up to ``nbytes``; fewer only at the end of the file."""
-    parts = []
     try:
-        while nbytes and (part := os.pread(fd, nbytes, offset)):
-            parts.append(part)
-            nbytes -= len(part)
-            offset += len(part)
+        return read_at(fd, offset, nbytes)
     except OSError as error:
         raise refused(path, error) from error
-    return b"".join(parts)

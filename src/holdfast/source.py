@@ -37,6 +37,7 @@ from holdfast.format.manifest import (
 from holdfast.format.sealed import xxh3_128
 from holdfast.plan.read import StoredShard, StoredTensor
 from holdfast.root import MAX_MANIFEST_BYTES
+from holdfast.storage.descriptors import StoredFile, refused
 from holdfast.storage.plain import open_plain
 from holdfast.storage.reading import FileSet
 
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
 
     from holdfast.plan.read import Transfer
     from holdfast.plan.structure import PathItem
-    from holdfast.storage.descriptors import StoredFile
 
 _log = logging.getLogger("holdfast")
 
@@ -418,10 +418,3 @@ def size_of(path: str) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointCorrupt(f"{path} is not a plain file; checkpoints hold plain files", path=path)
     return status.st_size
-
-
-def refused(path: str, error: OSError) -> StorageError:
-    """What the operating system refused, as ours."""
-    return StorageError(
-        f"{path} could not be read: {error.strerror}; check the path and its permissions", path=path, errno=error.errno
-    )

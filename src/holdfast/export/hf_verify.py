@@ -36,7 +36,7 @@ from holdfast.format.safetensors_header import (
 )
 from holdfast.root import MAX_MANIFEST_BYTES
 from holdfast.storage.descriptors import refused
-from holdfast.storage.plain import open_plain
+from holdfast.storage.plain import open_plain, read_at
 from holdfast.verifying import Problem, problem_of
 
 if TYPE_CHECKING:
@@ -203,11 +203,7 @@ def _read(directory: str, name: str, nbytes: int, start: int = 0) -> tuple[bytes
         fd = open_plain(directory, name)
         try:
             size = os.fstat(fd).st_size
-            wanted = min(nbytes, size - start)
-            data = b""
-            while len(data) < wanted and (part := os.pread(fd, wanted - len(data), start + len(data))):
-                data += part
-            return data, size
+            return read_at(fd, start, min(nbytes, size - start)), size
         finally:
             os.close(fd)
     except OSError as error:

@@ -101,4 +101,6 @@ class Descriptors:
 
 def refused(path: str, error: OSError) -> StorageError:
     """What the operating system refused, as ours."""
-    return StorageError(f"{path} could not be read: {error.strerror}", path=path, errno=error.errno)
+    return StorageError(
+        f"{path} could not be read: {error.strerror}; check the path and its permissions", path=path, errno=error.errno
+    )

@@ -16,7 +16,7 @@ import stat
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from holdfast.errors import ConfigError, StorageError
-from holdfast.storage.plain import PLAIN_FLAGS
+from holdfast.storage.plain import PLAIN_FLAGS, read_at
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -167,7 +167,7 @@ class LocalStorage:
             try:
                 size = os.fstat(fd).st_size
                 if size <= max_bytes:
-                    return _read(fd, 0, size)
+                    return read_at(fd, 0, size)
             finally:
                 os.close(fd)
         except OSError as error:
@@ -180,7 +180,7 @@ class LocalStorage:
         try:
             fd = os.open(path, PLAIN_FLAGS)
             try:
-                return _read(fd, offset, nbytes)
+                return read_at(fd, offset, nbytes)
             finally:
                 os.close(fd)
         except OSError as error:
@@ -194,7 +194,7 @@ class LocalStorage:
             _refuse(error, "read", path)
         try:
             offset = 0
-            while piece := _read(fd, offset, nbytes):
+            while piece := read_at(fd, offset, nbytes):
                 yield piece
                 offset += len(piece)
         except OSError as error:
@@ -266,13 +266,3 @@ class LocalStorage:
             return os.open(path, _DIR_FLAGS | (os.O_NOFOLLOW if name else 0))
         except OSError as error:
             _refuse(error, "open directory", path)
-
-
-def _read(fd: int, offset: int, nbytes: int) -> bytes:
-    """``nbytes`` from ``offset``, fewer only at the end of the file."""
-    pieces: list[bytes] = []
-    while nbytes > 0 and (piece := os.pread(fd, nbytes, offset)):
-        pieces.append(piece)
-        offset += len(piece)
-        nbytes -= len(piece)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)

@@ -1,4 +1,4 @@
-"""Opens a file of a checkpoint for reading, and nothing else that may lie under its name. Torch-free.
+"""Opens a file of a checkpoint for reading, and nothing else that may lie under its name; reads it. Torch-free.
 
 Guarantees: no link is followed below the directory, not in the middle of a name either, unless the caller asks for it;
 opening never waits (a named pipe would, for a writer); what comes back is a plain file.
@@ -48,6 +48,16 @@ def open_plain(directory: str, name: str, flags: int = 0, *, links: bool = False
         return fd
     os.close(fd)
     raise _not_plain(path)
+
+
+def read_at(fd: int, offset: int, nbytes: int) -> bytes:
+    """``nbytes`` from ``offset``, fewer only at the end of the file. Raises `OSError`."""
+    pieces: list[bytes] = []
+    while nbytes > 0 and (piece := os.pread(fd, nbytes, offset)):
+        pieces.append(piece)
+        offset += len(piece)
+        nbytes -= len(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 def _enter(name: str, dir_fd: int) -> int:
