@@ -201,19 +201,13 @@ def _base_model(model: object) -> Any:
     """The model inside of what ``torch.compile``, DDP and PEFT put around it."""
     if model is None or not _is_instance(model, "torch.nn", "Module"):
         return model
-    from holdfast._torch_compat import COMPILED_MODULE
+    from holdfast.export.hf_default import unwrapped
 
-    inner: Any = model
-    for _ in range(8):
-        compiled = getattr(inner, COMPILED_MODULE, None)
-        if compiled is not None:
-            inner = compiled
-        elif _is_instance(inner, "torch.nn.parallel", "DistributedDataParallel"):
-            inner = inner.module
-        elif hasattr(inner, "peft_config") and callable(getattr(inner, "get_base_model", None)):
-            inner = inner.get_base_model()
-        else:
+    inner = unwrapped(model)
+    for _ in range(4):  # an adapter may be around another
+        if not hasattr(inner, "peft_config") or not callable(getattr(inner, "get_base_model", None)):
             break
+        inner = unwrapped(inner.get_base_model())
     return inner
 
 

@@ -168,7 +168,7 @@ class Recipe:
         if layout.index is not None:
             names.append(layout.index_name)
         self._assets.require_apart_from(names)
-        files = {asset.path: asset.read() for asset in self._assets.files}
+        files = self._assets.contents()
         if layout.index is not None:
             files[layout.index_name] = layout.index
         return files
