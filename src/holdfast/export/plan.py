@@ -30,8 +30,9 @@ from holdfast.errors import ConfigError
 from holdfast.export.grids import Grid, by_rows, grids_of
 from holdfast.export.ownership import BLOCK_BYTES, Owned, Span, share_blocks
 from holdfast.export.rank_plan import BUCKETS, Part, RankPlan, RankWork, plan_rank
-from holdfast.export.rounds import Leg, Pair, Stream, round_count, round_up, target_part
+from holdfast.export.rounds import Leg, Pair, Stream, round_count, target_part
 from holdfast.export.sources import Holdings, Memory, Piece, Source, check_source
+from holdfast.plan.write import round_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -18,8 +18,9 @@ import msgspec
 from holdfast.boxes import Box, strides
 from holdfast.dtypes import ITEMSIZE
 from holdfast.export.grids import GROUP_CELLS, Cells, Grid, Scaled, ScaleRange, around, cells_of
-from holdfast.export.rounds import ALIGN_BYTES, Leg, Pair, PieceOfLeg, Stream, round_up
+from holdfast.export.rounds import ALIGN_BYTES, Leg, Pair, PieceOfLeg, Stream
 from holdfast.export.sources import Memory, Source, in_memory
+from holdfast.plan.write import round_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -18,6 +18,7 @@ import msgspec
 
 from holdfast.errors import ConfigError
 from holdfast.export.moves import Move, restrict_target
+from holdfast.plan.write import round_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -142,7 +143,3 @@ def round_count(streams: Mapping[Pair, Stream], bucket_bytes: int) -> int:
             )
         rounds = max(rounds, -(-total // room))
     return rounds
-
-
-def round_up(value: int, step: int) -> int:
-    return -(-value // step) * step

@@ -175,15 +175,15 @@ class _Planner:
         placed: list[PlacedTensor] = []
         if tensors:
             placed, end = self._placer.place(tensors, file=0)
-            files.append(PlannedFile(f"__{rank}_0.distcp", _round_up(end, PAGE_BYTES)))
+            files.append(PlannedFile(f"__{rank}_0.distcp", round_up(end, PAGE_BYTES)))
         objects: list[PlacedObject] = []
         end = 0
         for spec in structure.objects:
             if is_per_rank(spec.path) or self._world.object_writer(spec.name) == rank:
                 objects.append(_place_object(spec, rank, file=len(files), offset=end))
-                end = _round_up(end + spec.capacity, RECORD_ALIGN_BYTES)
+                end = round_up(end + spec.capacity, RECORD_ALIGN_BYTES)
         if objects:
-            files.append(PlannedFile(f"__{rank}_1.distcp", _round_up(end, PAGE_BYTES)))
+            files.append(PlannedFile(f"__{rank}_1.distcp", round_up(end, PAGE_BYTES)))
         return RankPlan(rank, tuple(files), tuple(placed), tuple(objects))
 
     def _candidates(self, rank: int, structure: Structure) -> list[_Item]:
@@ -259,7 +259,7 @@ class _Placer:
         for item in _large_first(items):
             spec = item.spec
             box = item.held.box
-            start = _round_up(end, RECORD_ALIGN_BYTES)
+            start = round_up(end, RECORD_ALIGN_BYTES)
             header, trailer = self._measure(spec.dtype, box.sizes, start)
             payload = start + header
             end = payload + item.nbytes + trailer
@@ -318,14 +318,14 @@ def lay_out(
     for part in _cut(_large_first(items), file_bytes_max):
         tensors, end = placer.place(part, file=len(files))
         placed += tensors
-        files.append(PlannedFile(f"__{rank}_{len(files)}.distcp", _round_up(end, PAGE_BYTES)))
+        files.append(PlannedFile(f"__{rank}_{len(files)}.distcp", round_up(end, PAGE_BYTES)))
     kept: list[PlacedObject] = []
     end = 0
     for spec in objects:
         kept.append(PlacedObject(spec.name, spec.path, spec.name, len(files), end, spec.capacity))
-        end = _round_up(end + spec.capacity, RECORD_ALIGN_BYTES)
+        end = round_up(end + spec.capacity, RECORD_ALIGN_BYTES)
     if kept:
-        files.append(PlannedFile(f"__{rank}_{len(files)}.distcp", _round_up(end, PAGE_BYTES)))
+        files.append(PlannedFile(f"__{rank}_{len(files)}.distcp", round_up(end, PAGE_BYTES)))
     return RankPlan(rank, tuple(files), tuple(placed), tuple(kept))
 
 
@@ -351,5 +351,6 @@ def _place_object(spec: ObjectSpec, rank: int, *, file: int, offset: int) -> Pla
     return PlacedObject(name, path, spec.name, file, offset, spec.capacity)
 
 
-def _round_up(value: int, step: int) -> int:
+def round_up(value: int, step: int) -> int:
+    """The next multiple of ``step``, or ``value`` if it is one."""
     return -(-value // step) * step
