@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import threading
 import time
@@ -18,7 +17,7 @@ from holdfast.agreement import Votes
 from holdfast.arguments import checked_metrics, checked_path, checked_seconds, checked_step
 from holdfast.capture import SaveRequest
 from holdfast.checkpoint import Checkpoint, open_checkpoint
-from holdfast.config import CheckpointConfig
+from holdfast.config import config_within
 from holdfast.errors import ConfigError, DeadlineExceeded, HoldfastError
 from holdfast.group import open_group
 from holdfast.loader import LoadOptions, load_state
@@ -207,13 +206,9 @@ class _SaveSession:
             self._tree = StateTree(state, rank=group.rank, world=group.world, group_ranks=group.ranks)
             if group.rank == 0:
                 self._lock = claim_path(self._target, step=step, overwrite=overwrite, timeout_s=self.left_s())
-            # To the tenth of a second: it is in messages.
-            stage_s = max(0.1, math.ceil(self.left_s() * 10) / 10)
-            config = CheckpointConfig(
-                keep=None, in_flight=1, stage_timeout=stage_s, persist_timeout=stage_s, commit_timeout=stage_s
-            )
+            storage = LocalStorage(os.path.dirname(self._target))
             # Before the ranks settle: one that can't have a saver is one that can't take part.
-            self._saver = Saver(LocalStorage(os.path.dirname(self._target)), group, config)
+            self._saver = Saver(storage, group, config_within(self.left_s()))
         except Exception as failed:  # noqa: BLE001 - raised by `settle`, after the other ranks have been told
             error = failed
         except BaseException:

@@ -7,6 +7,7 @@ a configuration that can't work.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -138,6 +139,14 @@ class CheckpointConfig:
                 "None where there is no initial_load_path to read by it",
             )
         object.__setattr__(self, "last_dtype", _dtype_name(self.last_dtype))
+
+
+def config_within(timeout_s: float) -> CheckpointConfig:
+    """That of a session for a single delivery, which has ``timeout_s`` seconds for all of it."""
+    limit_s = max(0.1, math.ceil(timeout_s * 10) / 10)  # to the tenth of a second: it is in messages
+    return CheckpointConfig(
+        keep=None, in_flight=1, stage_timeout=limit_s, persist_timeout=limit_s, commit_timeout=limit_s
+    )
 
 
 def _initial_path(value: object) -> str | None:

@@ -16,7 +16,7 @@ from holdfast.arguments import checked_path, checked_seconds
 from holdfast.callbacks import Callbacks
 from holdfast.capture import SaveRequest
 from holdfast.checkpoint import Checkpoint
-from holdfast.config import CheckpointConfig
+from holdfast.config import config_within
 from holdfast.errors import ConfigError, DeadlineExceeded
 from holdfast.export.hf_export import SHARD_BYTES, HFExport
 from holdfast.export.material import StoredState
@@ -169,10 +169,7 @@ class _Session:
         recipe = Recipe(export, models, rank=group.rank)
         if group.rank == 0:
             self._lock = claim_path(target, step=None, overwrite=overwrite, timeout_s=self._left_s())
-        limit_s = max(0.1, math.ceil(self._left_s() * 10) / 10)
-        config = CheckpointConfig(
-            keep=None, in_flight=1, stage_timeout=limit_s, persist_timeout=limit_s, commit_timeout=limit_s
-        )
+        config = config_within(self._left_s())
         if self._tree is not None:
             self._saver = Saver(LocalStorage(parent), group, config)
         self._exporter = Exporter(
