@@ -192,7 +192,7 @@ def checked_template(owner: str, template: object, *, example: str) -> None:
         names = [template.format(step=step) for step in _SAMPLE_STEPS]
         # Names are read back to find what is there: a format such as {step:x} could not be.
         found = [step_of(name, template) for name in names]
-    except (ConfigError, ValueError, LookupError, AttributeError) as error:
+    except (ConfigError, ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:
         raise unfit(owner, "name_template", template, expected) from error
     if found != list(_SAMPLE_STEPS) or any({"/", "\0"} & set(name) or name.startswith(".") for name in names):
         raise unfit(owner, "name_template", template, expected)
