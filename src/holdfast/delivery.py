@@ -214,6 +214,11 @@ class Carrier:
         return True
 
 
+def deadlines_of(config: CheckpointConfig) -> Deadlines:
+    """Those of an attempt, whatever it delivers."""
+    return Deadlines(begin_s=config.commit_timeout, persist_s=config.persist_timeout, commit_s=config.commit_timeout)
+
+
 class Delivery:
     """Delivers captures of one session as checkpoints, one after the other, on the finalizer thread."""
 
@@ -221,12 +226,7 @@ class Delivery:
         self._storage = storage
         self._group = group
         self._engine = engine
-        self._carrier = Carrier(
-            storage,
-            group,
-            engine,
-            Deadlines(begin_s=config.commit_timeout, persist_s=config.persist_timeout, commit_s=config.commit_timeout),
-        )
+        self._carrier = Carrier(storage, group, engine, deadlines_of(config))
         self._engine_plan: tuple[DeliveryPlan, int] | None = None
 
     def close(self, timeout_s: float) -> None:

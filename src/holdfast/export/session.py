@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast import events
-from holdfast.commit import Deadlines
-from holdfast.delivery import Carrier, plan_attempt
+from holdfast.delivery import Carrier, deadlines_of, plan_attempt
 from holdfast.engine.client import EngineClient
 from holdfast.engine.messages import FileRow
 from holdfast.errors import ConfigError, DeadlineExceeded, HoldfastError
@@ -147,12 +146,7 @@ class Exporter:
             nice=export.nice,
             orphan_grace_s=ORPHAN_GRACE_S,
         )
-        self._carrier = Carrier(
-            self._storage,
-            group,
-            self._engine,
-            Deadlines(begin_s=config.commit_timeout, persist_s=config.persist_timeout, commit_s=config.commit_timeout),
-        )
+        self._carrier = Carrier(self._storage, group, self._engine, deadlines_of(config))
         self._number = 0
         self._made: tuple[Stock, Made, RankPlan] | None = None
         self._stock = LastStock()
