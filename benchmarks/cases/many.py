@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from benchmarks.protocol import Worker
 
 EACH_BYTES = 256
-PEERS_THAT_PLAN = ("holdfast", "dcp-save", "safetensors", "torch-save")
+PEERS_THAT_PLAN = ("holdfast", "dcp-save")
 STEADY_SAVES = 3
 
 

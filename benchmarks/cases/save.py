@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 QUICK_ON_TWO = ("raw", "holdfast", "dcp-thread")
 QUICK_BESIDE_PYTHON = ("holdfast", "dcp-thread")
 LEFT_OUT_ON_TWO = {"torch-checkpointing": "for the memory that each keeps for its copies; see the case of one rank"}
-PEERS_BESIDE_PYTHON = 3
-"""The fastest beside a trainer that computes; the others take a quarter of a minute each."""
+PEERS_KEPT = 2
+"""The fastest, beside pure Python, and on two ranks: a turn of the others takes a quarter of a minute."""
 
 
 def save_turn(bench: Bench, case: str, worker: Worker, busy: str) -> dict[str, Any]:
@@ -38,7 +38,9 @@ def one_rank(bench: Bench) -> None:
         bench.rounds(
             "save", workers, lambda worker: save_turn(bench, "save", worker, "idle"), counted=bench.size.rounds
         )
-        _busy(bench, "save", workers, ("compute", "python"))
+        _busy(bench, "save", workers, "compute")
+        beside = _fastest(bench, "save-compute") if bench.size.thorough else QUICK_BESIDE_PYTHON
+        _busy(bench, "save", workers, "python", beside)
 
 
 def two_ranks(bench: Bench) -> None:
@@ -60,7 +62,7 @@ def two_ranks(bench: Bench) -> None:
             "save-2", workers, lambda worker: save_turn(bench, "save-2", worker, "idle"), counted=bench.size.rounds
         )
         if bench.size.thorough:
-            _busy(bench, "save-2", workers, ("compute",))
+            _busy(bench, "save-2", workers, "compute", _fastest(bench, "save-2"))
 
 
 def _eager(bench: Bench, case: str, state: dict[str, Any], *, world: int) -> None:
@@ -70,29 +72,27 @@ def _eager(bench: Bench, case: str, state: dict[str, Any], *, world: int) -> Non
         bench.rounds(case, workers, lambda worker: save_turn(bench, case, worker, "idle"), counted=bench.size.rounds)
 
 
-def _busy(bench: Bench, base: str, workers: list[Worker], kinds: tuple[str, ...]) -> None:
-    """Those who save in the background, beside a trainer that works."""
-    for kind in kinds:
-        case = f"{base}-{kind}"
-        bench.results.cases[case] = dict(bench.results.cases[base])
-        beside = _fastest(bench, f"{base}-compute") if bench.size.thorough else QUICK_BESIDE_PYTHON
-        taking_part = [
-            worker
-            for worker in workers
-            if worker.alive and PEERS[worker.name].asynchronous and (kind != "python" or worker.name in beside)
-        ]
-        bench.rounds(
-            case,
-            taking_part,
-            lambda worker, kind=kind, case=case: save_turn(bench, case, worker, kind),
-            counted=bench.size.rounds,
-            first=1,  # all are warm from the rounds before
-        )
+def _busy(bench: Bench, base: str, workers: list[Worker], kind: str, among: tuple[str, ...] | None = None) -> None:
+    """Those who save in the background (of ``among``, if given), beside a trainer that works."""
+    case = f"{base}-{kind}"
+    bench.results.cases[case] = dict(bench.results.cases[base])
+    taking_part = [
+        worker
+        for worker in workers
+        if worker.alive and PEERS[worker.name].asynchronous and (among is None or worker.name in among)
+    ]
+    bench.rounds(
+        case,
+        taking_part,
+        lambda worker: save_turn(bench, case, worker, kind),
+        counted=bench.size.rounds,
+        first=1,  # all are warm from the rounds before
+    )
 
 
 def _fastest(bench: Bench, case: str) -> tuple[str, ...]:
     """Holdfast, and the peers whose saves were durable first in ``case``."""
     results = bench.results
-    peers = [name for name in results.contenders(case) if name != "holdfast"]
+    peers = [name for name in results.contenders(case) if name != "holdfast" and PEERS[name].asynchronous]
     peers.sort(key=lambda name: min(results.values(case, name, "durable_s")))
-    return ("holdfast", *peers[:PEERS_BESIDE_PYTHON])
+    return ("holdfast", *peers[:PEERS_KEPT])

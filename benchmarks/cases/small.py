@@ -16,6 +16,7 @@ QUICK = ("raw", "holdfast", "dcp-save")
 LEFT_OUT = {
     "dcp-thread": "plans as slowly as dcp.save, and hinders a trainer meanwhile",
     "dcp-process": "plans as slowly as dcp.save",
+    "torch-checkpointing": "takes a descriptor for every CPU tensor that it stages, and has no more",
     "nvrx": "takes a descriptor for every CPU tensor it hands to its worker",
 }
 
