@@ -3,7 +3,7 @@
 #   make demo         train a small model, kill it in the middle of a save, resume it bit for bit (out/demo/)
 #   make test         the test suite, under 25 minutes on two cores
 #   make check        lint, format, strict types, import contracts, house rules
-#   make bench        save and load against every peer and the machine's limit, under 30 minutes (out/bench/)
+#   make bench        save and load against every peer and the machine's limit (out/bench/)
 #   make bench-quick  the same, smaller, under 4 minutes
 #   make bench-report put the last run into benchmarks/reports/ and its figures into the documentation
 #   make test-full    the slow and large tests too
@@ -38,7 +38,7 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py --out out/demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_FLAGS)
+	$(BIN)/python scripts/run_tests.py $(PYTEST_FLAGS)
 
 test-full: $(READY)
 	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_FLAGS)
