@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from holdfast.arguments import checked_int, checked_seconds, unfit
 from holdfast.dtypes import ITEMSIZE
+from holdfast.limits import IOClass, check_limits
 from holdfast.retention import Keep
 from holdfast.root import checked_template
 from holdfast.signals import checked_signals
@@ -71,6 +72,11 @@ class CheckpointConfig:
         writers: engine threads a rank that write and hash; 1 to 16.
         io_limit_bytes_per_s: what one rank's engine may write a second; >= 1 MiB, or None for no limit.
         nice: scheduling priority of the engine; 0 to 19.
+        io_class: its I/O class; ``"none"`` leaves it to what the kernel derives from ``nice``, ``"idle"`` writes when
+            nobody else uses the disk.
+        io_level: within ``"best_effort"``, from 0, served first, to 7; None for the usual 4.
+        host_writers: how many engines of this host may write at a time, counting those of all jobs of this user that
+            say so; 1 to 64, or None for any number. Waiting for a turn counts for ``persist_timeout``.
     Preemption
         save_on_signal: signals on which `CheckpointManager.step` saves, on every rank at the same step, and then does
             what the signal would have done; numbers, `signal.Signals` or names, one or several.
@@ -103,13 +109,14 @@ class CheckpointConfig:
     writers: int = 2
     io_limit_bytes_per_s: int | None = None
     nice: int = 10
+    io_class: IOClass = "none"
+    io_level: int | None = None
+    host_writers: int | None = None
 
     def __post_init__(self) -> None:
         checked_int(_OWNER, "every", self.every, low=1, optional=True)
         checked_int(_OWNER, "in_flight", self.in_flight, low=1, high=4)
-        checked_int(_OWNER, "writers", self.writers, low=1, high=16)
-        checked_int(_OWNER, "nice", self.nice, low=0, high=19)
-        checked_int(_OWNER, "io_limit_bytes_per_s", self.io_limit_bytes_per_s, low=1 << 20, optional=True)
+        check_limits(_OWNER, self)
         checked_int(_OWNER, "load_step", self.load_step, low=-1, optional=True)
         for name in ("stage_timeout", "persist_timeout", "commit_timeout", "signal_timeout"):
             checked_seconds(name, getattr(self, name))

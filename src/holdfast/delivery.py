@@ -155,6 +155,13 @@ class Carrier:
                     raise reason.cause() from late
                 if left_s <= ABORT_LOOK_S:
                     limit_s = self._deadlines.persist_s
+                    if waiting := self._engine.waiting_for(attempt.id):
+                        raise DeadlineExceeded(
+                            f"rank {self._group.rank}: nothing was written within {limit_s:g} s, the "
+                            f"`persist_timeout`: it waited for {waiting}; end those, or raise `host_writers`",
+                            waited_for=waiting,
+                            timeout_s=limit_s,
+                        ) from late
                     raise DeadlineExceeded(
                         f"rank {self._group.rank}: its bytes were not durable after {limit_s:g} s; storage is slower "
                         "than `persist_timeout` allows, or hangs",

@@ -33,6 +33,7 @@ from holdfast.delivery import Delivery, verify_staging
 from holdfast.engine.client import EngineClient
 from holdfast.errors import ConfigError, DeadlineExceeded
 from holdfast.handle import SaveHandle
+from holdfast.limits import limits_of
 from holdfast.outcome import AbortReason
 from holdfast.snapshot import SnapshotTaker
 from holdfast.stage import Absence, Stager, WarmUp, skipped
@@ -84,13 +85,7 @@ class Saver:
         self._group = group
         self._config = config
         self._owner = os.getpid()
-        self._engine = EngineClient(
-            group.rank,
-            writers=config.writers,
-            io_limit_bytes_per_s=config.io_limit_bytes_per_s,
-            nice=config.nice,
-            orphan_grace_s=ORPHAN_GRACE_S,
-        )
+        self._engine = EngineClient(group.rank, **limits_of(config), orphan_grace_s=ORPHAN_GRACE_S)
         self._delivery = Delivery(storage, group, self._engine, config)
         self._on_published = on_published
         self.callbacks = Callbacks()

@@ -42,6 +42,9 @@ DEFAULTS: dict[str, Any] = {
     "writers": 2,
     "io_limit_bytes_per_s": None,
     "nice": 10,
+    "io_class": "none",
+    "io_level": None,
+    "host_writers": None,
 }
 
 SWITCHES = ("first_step", "last_model_only", "load_model_only", "load_only")
@@ -76,6 +79,9 @@ BAD: list[tuple[str, Any]] = [
     *each("writers", 0, 17, None),
     *each("io_limit_bytes_per_s", 0, (1 << 20) - 1, 1e9),
     *each("nice", -1, 20, None),
+    *each("io_class", "realtime", None, [], 2),
+    *each("io_level", 3),
+    *each("host_writers", 0, 65, True, 1.0),
 ]  # fmt: skip
 
 GOOD: list[tuple[str, Any]] = [
@@ -87,6 +93,8 @@ GOOD: list[tuple[str, Any]] = [
     *each("load_step", -1, 0, 7),
     *each("name_template", "{step}", "checkpoint_{step:08d}", "step {step}", "Schritt-{step}-ü"),
     *each("io_limit_bytes_per_s", 1 << 20, None),
+    *each("io_class", "idle", "best_effort"),
+    *each("host_writers", 1, 64, None),
 ]
 
 

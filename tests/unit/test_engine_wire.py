@@ -27,6 +27,7 @@ from holdfast.engine.wire import (
 PLAN = messages.AddPlan(3, (messages.FileRow("a", 4096, 0),), b"\1" * 80, b"\2" * 80, b"index" * 1000)
 TO_ENGINE = [
     messages.Configure(2, None, 10, 60.0, False),
+    messages.Configure(2, 1 << 20, 10, 60.0, True, "best_effort", 7, 2, "/tmp/slots"),
     PLAN,
     messages.StagingVerified("t1"),
     messages.Cancel("t1"),
@@ -68,11 +69,13 @@ def test_every_message_comes_back_equal(pair):
     answers = [
         messages.Ready(1, "0"),
         messages.Beat("t", 5),
+        messages.Beat("t", 5, "a turn"),
         messages.Persisted("t", 5, 0.5, True),
         messages.Reported("t", 5, "ab", 6),
         messages.Cancelled("t"),
         messages.Failed("t", None, "/p", "why"),
         messages.Removed("x", 13),
+        messages.Notice("no such class"),
     ]
     outbox = Outbox(right)
     for message in answers:

@@ -15,6 +15,7 @@ by the control thread). Every exception of the worker becomes `Failed`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from dataclasses import dataclass
@@ -31,8 +32,10 @@ from holdfast.storage.lease import Heartbeat, hold, new_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from holdfast.engine.checksums import WritePlan
+    from holdfast.storage.slots import HostSlots
 
 _RELEASE_WAIT_S: Final = 2.0
 
@@ -56,6 +59,8 @@ class Job:
     """Compiles the plan on first use: on the worker, since 100,000 tensors take a while."""
     index: bytes
     options: WriteOptions
+    slots: HostSlots | None = None
+    """Of the host, one of which is to be held while writing."""
 
 
 class Attempt:
@@ -77,6 +82,10 @@ class Attempt:
     @property
     def written(self) -> int:
         return self._progress.written
+
+    @property
+    def waiting(self) -> str:
+        return self._progress.waiting
 
     @property
     def ended(self) -> bool:
@@ -104,6 +113,8 @@ class Attempt:
                 self._phase = Phase.ENDED
         self._progress.stop()
         self._verified.set()
+        if self._job.slots is not None:
+            self._job.slots.wake()
         if settled and self._heartbeat is not None:
             self._heartbeat.stop(wait_s=0)  # the worker may be in a system call for long; the lease need not be
         return settled
@@ -140,9 +151,10 @@ class Attempt:
     def _work(self) -> messages.Message:
         job, persist = self._job, self._job.persist
         self._heartbeat = Heartbeat(hold(job.dir_fd, persist.lease_name, new_record(persist.rank)))
-        written = write_files(
-            job.dir_fd, job.image, job.plan(), job.options, progress=self._progress, calls=self._calls
-        )
+        with self._turn():
+            written = write_files(
+                job.dir_fd, job.image, job.plan(), job.options, progress=self._progress, calls=self._calls
+            )
         with self._lock:
             if self._phase is Phase.ENDED:
                 raise Stopped
@@ -164,6 +176,20 @@ class Attempt:
         self._heartbeat.stop(wait_s=_RELEASE_WAIT_S)
         covered = parts_digest(parts_in(written.files))
         return messages.Reported(self.name, size, digest, written.nbytes, covered)
+
+    def _turn(self) -> AbstractContextManager[object]:
+        """Held while writing. Waits for it no longer than the trainer does, which then cancels."""
+        slots = self._job.slots
+        if slots is None:
+            return contextlib.nullcontext()
+
+        def tell(what: str) -> None:
+            self._progress.waiting = what
+
+        slot = slots.acquire(stopped=lambda: self._progress.stopped, tell=tell)
+        if slot is None:
+            raise Stopped
+        return slot
 
     def _begin_report(self) -> bool:
         with self._lock:

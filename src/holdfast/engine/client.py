@@ -26,6 +26,7 @@ from holdfast.engine.launch import REAP_S, launch
 from holdfast.engine.link import LINGER_S, START_S, Link
 from holdfast.engine.progress import AttemptProgress
 from holdfast.errors import DeadlineExceeded, EngineDied, StorageError
+from holdfast.storage.slots import slots_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,17 +51,23 @@ class EngineClient:
         writers: int = 2,
         io_limit_bytes_per_s: int | None = None,
         nice: int = 10,
+        io_class: str = "none",
+        io_level: int | None = None,
+        host_writers: int | None = None,
         orphan_grace_s: float = 60.0,
         direct: bool = True,
         silence_s_max: float = 10.0,
     ) -> None:
-        """Starts nothing yet.
+        """Starts nothing yet. Raises `StorageError` where ``host_writers`` can't be kept (``storage.slots``).
 
-        ``writers`` is 1 to 16 threads, ``nice`` 0 to 19; an engine with an attempt in work that says nothing for
+        Limits are as in ``holdfast.limits``; an engine with an attempt in work that says nothing for
         ``silence_s_max`` seconds is killed; ``orphan_grace_s`` is for finishing after the trainer's death.
         """
         self.rank = rank
-        self._config = messages.Configure(writers, io_limit_bytes_per_s, nice, orphan_grace_s, direct)
+        slots = "" if host_writers is None else slots_directory()
+        self._config = messages.Configure(
+            writers, io_limit_bytes_per_s, nice, orphan_grace_s, direct, io_class, io_level, host_writers, slots
+        )
         self._silence_s_max = silence_s_max
         self._owner = os.getpid()
         self._changed = threading.Condition()
@@ -192,6 +199,10 @@ class EngineClient:
         record = self._attempts[attempt]
         return record.written, record.nbytes
 
+    def waiting_for(self, attempt: str) -> str:
+        """What writing waits for, other than the storage, and who has it; "" where it is nothing."""
+        return self._attempts[attempt].waiting
+
     def wait_persisted(self, attempt: str, timeout_s: float) -> messages.Persisted:
         """Wait until all files of ``attempt`` are durable; raises `StorageError`, `EngineDied`, `DeadlineExceeded`."""
         return self._wait_outcome(attempt, "persist", lambda record: record.persisted, timeout_s)
@@ -310,6 +321,8 @@ class EngineClient:
                 if message.errno is not None:
                     what = os.strerror(message.errno)
                     _log.warning("rank %d could not remove all of %s: %s", self.rank, message.name, what)
+            elif isinstance(message, messages.Notice):
+                _log.warning("the engine of rank %d: %s", self.rank, message.text)
             elif not isinstance(message, messages.Ready):
                 record = self._attempts.get(message.attempt)
                 if record is not None and record.link is link:

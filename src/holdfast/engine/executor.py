@@ -75,6 +75,8 @@ class Progress:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._written = 0
+        self.waiting = ""
+        """What writing waits for before it begins."""
         self.stopped = False
         self.halt = threading.Event()
         """Set when there is no point in going on: stopped, or failed."""

@@ -28,6 +28,13 @@ class Configure(Message, frozen=True):
     """How long an engine whose trainer has died may take to finish what is staged and verified."""
     direct: bool = True
     """Use O_DIRECT where the file system allows it."""
+    io_class: str = "none"
+    """Of ``io_priority.CLASSES``."""
+    io_level: int | None = None
+    host_writers: int | None = None
+    """How many engines of the host may write at a time, where each says so; None for any number."""
+    slots: str = ""
+    """The directory of their turns (``storage.slots``)."""
 
 
 class AddImage(Message, frozen=True):
@@ -122,6 +129,8 @@ class Beat(Message, frozen=True):
     attempt: str
     written: int
     """Bytes written so far: a figure that stands still is a hang of the storage."""
+    waiting: str = ""
+    """What writing waits for, if it isn't the storage: a turn, and who has it."""
 
 
 class Persisted(Message, frozen=True):
@@ -161,6 +170,12 @@ class Failed(Message, frozen=True):
 class Removed(Message, frozen=True):
     name: str
     errno: int | None
+
+
+class Notice(Message, frozen=True):
+    """Something that was asked for can't be had, and is done without: for the log."""
+
+    text: str
 
 
 BEAT_S = 0.25

@@ -10,7 +10,7 @@ Guarantees:
   is finished within ``orphan_grace_s``, anything else is dropped, and the process is gone. Nothing is removed then:
   recovery does that.
 
-Its I/O priority follows from its nice level: the kernel derives one from the other where none is set.
+Its I/O priority follows from its nice level, the kernel derives one from the other, unless an I/O class is asked for.
 PR_SET_PDEATHSIG is not used: it fires when the *thread* that started us ends.
 """
 
@@ -40,6 +40,8 @@ from holdfast.engine.wire import FrameError, Inbox, Outbox, Received, ToEngine, 
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from holdfast.storage.slots import HostSlots
 
 EXIT_FLUSH_S: Final = 1.0
 """How long last answers may take to leave."""
@@ -95,6 +97,8 @@ class _Image:
 
 class Engine:
     """The control loop. Everything but `post` is for its own thread."""
+
+    _slots: HostSlots | None = None
 
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(0)
@@ -186,7 +190,7 @@ class Engine:
             return
         self._next_beat = now + messages.BEAT_S
         if not len(self._outbox):  # a trainer that stands still shall not find a pile of them
-            self._outbox.put(messages.Beat(self._attempt.name, self._attempt.written))
+            self._outbox.put(messages.Beat(self._attempt.name, self._attempt.written, self._attempt.waiting))
 
     def _read_last(self) -> None:
         """The trainer has ended; what it said before still counts."""
@@ -238,8 +242,7 @@ class Engine:
         message = item.message
         match message:
             case messages.Configure():
-                self._config = message
-                _be_nice(message.nice)
+                self._configure(message)
             case messages.AddImage():
                 self._images[message.image] = _Image(item.fds[0], message.nbytes)
             case messages.DropImage():
@@ -261,6 +264,21 @@ class Engine:
             case messages.Shutdown():
                 self._leave()
 
+    def _configure(self, message: messages.Configure) -> None:
+        self._config = message
+        _be_nice(message.nice)
+        # What few ask for is imported where it is asked for: an engine starts fast, and is small.
+        if message.io_class != "none":
+            from holdfast.engine.io_priority import set_io_class
+
+            failure = set_io_class(message.io_class, message.io_level)
+            if failure is not None:
+                self._outbox.put(messages.Notice(f"it writes without io_class={message.io_class!r}: {failure}"))
+        if message.host_writers is not None:
+            from holdfast.storage.slots import HostSlots
+
+            self._slots = HostSlots(message.slots, message.host_writers)
+
     def _persist(self, message: messages.Persist, dir_fd: int) -> None:
         known, plan = self._images.get(message.image), self._plans.get(message.plan)
         image = f"image {message.image} is not known" if known is None else known.mapped()
@@ -271,7 +289,7 @@ class Engine:
         elif isinstance(image, str):
             problem = image
         else:
-            job = Job(message, dir_fd, image, plan.compiled, plan.index, self._options())
+            job = Job(message, dir_fd, image, plan.compiled, plan.index, self._options(), self._slots)
             attempt = Attempt(job, self.post)
             try:
                 attempt.start()

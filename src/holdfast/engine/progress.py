@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 class AttemptProgress:
     """What is known of one attempt; one for each attempt."""
 
-    __slots__ = ("cancelled", "failure", "link", "name", "nbytes", "persisted", "reported", "written")
+    __slots__ = ("cancelled", "failure", "link", "name", "nbytes", "persisted", "reported", "waiting", "written")
 
     def __init__(self, name: str, nbytes: int, link: Link) -> None:
         self.name, self.nbytes, self.link = name, nbytes, link
         self.written = 0
+        self.waiting = ""
         self.persisted: messages.Persisted | None = None
         self.reported: messages.Reported | None = None
         self.cancelled = False
@@ -46,7 +47,7 @@ class AttemptProgress:
     ) -> None:
         match message:
             case messages.Beat():
-                self.written = message.written
+                self.written, self.waiting = message.written, message.waiting
             case messages.Persisted():
                 self.persisted = message
                 self.written = message.nbytes

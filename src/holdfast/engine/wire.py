@@ -62,6 +62,7 @@ ToTrainer = (
     | messages.Cancelled
     | messages.Failed
     | messages.Removed
+    | messages.Notice
 )
 M = TypeVar("M")
 _encoder: Final = msgspec.msgpack.Encoder()

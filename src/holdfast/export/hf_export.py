@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from holdfast.arguments import checked_int, unfit
 from holdfast.dtypes import ITEMSIZE
 from holdfast.errors import ConfigError
+from holdfast.limits import IOClass, check_limits
 from holdfast.retention import Keep
 from holdfast.root import checked_template
 
@@ -52,6 +53,9 @@ class HFExport:
         nice: scheduling priority of the process that writes; 0 to 19.
         writers: its threads; 1 to 16.
         io_limit_bytes_per_s: what one rank may write a second; >= 1 MiB, or None for no limit.
+        io_class, io_level: its I/O class, ``"none"``, ``"best_effort"`` (from 0, served first, to 7) or ``"idle"``.
+        host_writers: how many processes of this host may write at a time, counting those of all checkpoints, exports
+            and jobs of this user that say so; 1 to 64, or None for any number.
     """
 
     root: str | os.PathLike[str]
@@ -69,6 +73,9 @@ class HFExport:
     nice: int = 15
     writers: int = 2
     io_limit_bytes_per_s: int | None = None
+    io_class: IOClass = "none"
+    io_level: int | None = None
+    host_writers: int | None = None
 
     def __post_init__(self) -> None:
         given: object = self.root
@@ -78,9 +85,7 @@ class HFExport:
         object.__setattr__(self, "root", os.path.abspath(path))
         checked_int(_OWNER, "every", self.every, low=1, optional=True)
         checked_int(_OWNER, "max_shard_bytes", self.max_shard_bytes, low=1)
-        checked_int(_OWNER, "nice", self.nice, low=0, high=19)
-        checked_int(_OWNER, "writers", self.writers, low=1, high=16)
-        checked_int(_OWNER, "io_limit_bytes_per_s", self.io_limit_bytes_per_s, low=1 << 20, optional=True)
+        check_limits(_OWNER, self)
         if not isinstance(self.latest_link, bool):
             raise unfit(_OWNER, "latest_link", self.latest_link, "True or False")
         if self.keep is not None and not isinstance(self.keep, Keep):

@@ -35,6 +35,7 @@ from holdfast.format.manifest import RankIndex, encode_index
 from holdfast.format.parts import FilePart
 from holdfast.handle import SaveHandle
 from holdfast.keeping import Keeper
+from holdfast.limits import limits_of
 from holdfast.outcome import Aborted, AbortReason
 from holdfast.saver import ENGINE_GRACE_S, ORPHAN_GRACE_S, REMOVAL_GRACE_S, THREAD_GRACE_S
 from holdfast.staging.image import PAGE_BYTES, Image
@@ -129,6 +130,7 @@ class Exporter:
         self._storage = LocalStorage(self._root)
         self._keeper = Keeper(self._storage, export.name_template, export.keep, kind="export")
         self._managed = managed
+        self._engine = EngineClient(group.rank, **limits_of(export), orphan_grace_s=ORPHAN_GRACE_S)
         self._lock: RootLock | None = None
         self._trash: list[str] = []
         if group.rank == 0 and managed:
@@ -139,13 +141,6 @@ class Exporter:
             except BaseException:
                 self._lock.release()
                 raise
-        self._engine = EngineClient(
-            group.rank,
-            writers=export.writers,
-            io_limit_bytes_per_s=export.io_limit_bytes_per_s,
-            nice=export.nice,
-            orphan_grace_s=ORPHAN_GRACE_S,
-        )
         self._carrier = Carrier(self._storage, group, self._engine, deadlines_of(config))
         self._number = 0
         self._made: tuple[Stock, Made, RankPlan] | None = None

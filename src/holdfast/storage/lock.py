@@ -100,7 +100,7 @@ class RootLock:
                 locked = _lock(fd, path)
                 # Between our open and our lock the last holder may have unlinked the file: lock the new one instead.
                 if locked and _still_there(fd, path):
-                    _write_record(fd, path)
+                    write_record(fd, path)
                     lock = cls(path, fd, unlink=unlink)
                     fd = -1
                     return lock
@@ -204,7 +204,7 @@ def sweep_left(root: str) -> None:
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
-                ours = stat.S_ISREG(os.fstat(fd).st_mode) and _record(fd) is not None
+                ours = stat.S_ISREG(os.fstat(fd).st_mode) and read_record(fd) is not None
             finally:
                 os.close(fd)
             if name and ours:
@@ -249,7 +249,7 @@ def _still_there(fd: int, path: str) -> bool:
     return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
 
 
-def _write_record(fd: int, path: str) -> None:
+def write_record(fd: int, path: str) -> None:
     """Say who holds it. Only for messages: a full disk doesn't undo the lock."""
     since = datetime.now(timezone.utc).isoformat(timespec="seconds")
     record = json.dumps({"host": os.uname().nodename, "pid": os.getpid(), "since": since})
@@ -261,10 +261,10 @@ def _write_record(fd: int, path: str) -> None:
 
 
 def _holder(fd: int) -> str:
-    return _record(fd) or "a process that has not said who it is"
+    return read_record(fd) or "a process that has not said who it is"
 
 
-def _record(fd: int) -> str | None:
+def read_record(fd: int) -> str | None:
     """Who has written the record in a lock file; None if there is none of ours."""
     try:
         record = json.loads(os.pread(fd, _MAX_RECORD_BYTES, 0))
