@@ -115,14 +115,36 @@ class Checkpoint:
 
     def read_boxes(self, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
         """Boxes of tensors, by name, each verified and in new host memory; every file is opened once. As `read`."""
+        dtypes = [torch_dtype(self._stored(name).dtype) for name, _ in wanted]
+        return self._read(
+            wanted,
+            lambda: [torch.empty(box.sizes, dtype=dtype) for (_, box), dtype in zip(wanted, dtypes, strict=True)],
+        )
+
+    def read_into(self, out: torch.Tensor, name: str, index: Index | None = None) -> None:
+        """`read` into host memory that is there: ``out``, contiguous, of the part's shape and dtype.
+
+        What is in it is undefined if this raises. Raises `ConfigError` for an ``out`` of another kind; else as `read`.
+        """
+        stored = self._stored(name)
+        box, shape = _box_of(name, stored.shape, index)
+        dtype = torch_dtype(stored.dtype)
+        if (tuple(out.shape), out.dtype, out.device.type) != (shape, dtype, "cpu") or not out.is_contiguous():
+            raise ConfigError(
+                f"{name}: expected contiguous host memory for {list(shape)} of {dtype}, found {list(out.shape)} of "
+                f"{out.dtype} on {out.device}",
+                field="out",
+            )
+        self._read([(name, box)], lambda: [out.view(box.sizes)])
+
+    def _read(self, wanted: Sequence[tuple[str, Box]], memory: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+        """Boxes in ``memory``, which isn't taken before all files are there, as large as they are said to be."""
         stored = {name: self._stored(name) for name, _ in wanted}
         plan = plan_reads([Want(name, box, at, box) for at, (name, box) in enumerate(wanted) if box.volume], stored)
         with self._source.open_files(verify=True) as files:
-            # Before memory is taken for it: the files must be there, and as large as what they are said to hold.
             for file in {transfer.file for transfer in plan.transfers}:
                 files.require(file)
-            dtypes = [torch_dtype(stored[name].dtype) for name, _ in wanted]
-            out = [torch.empty(box.sizes, dtype=dtype) for (_, box), dtype in zip(wanted, dtypes, strict=True)]
+            out = memory()
             into = [Destination(name, tensor) for (name, _), tensor in zip(wanted, out, strict=True)]
             read_into(files, plan, into, self._source)
         events.count("bytes_read", files.bytes_read)

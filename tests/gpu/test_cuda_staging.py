@@ -127,3 +127,14 @@ def test_images_are_pinned(tmp_path: Path) -> None:
     assert image.pinned
     assert image.bytes_view.is_pinned()
     image.close()
+
+
+def test_an_export_at_once_reads_device_memory_in_pieces(tmp_path: Path) -> None:
+    state = _training_state(width=2048, depth=2)
+    for dtype in (None, torch.bfloat16):
+        path = holdfast.export_hf({"model": state["model"]}, tmp_path / f"export-{dtype}", dtype=dtype)
+        exported = holdfast.open(path)
+        for name, value in _values(state).items():
+            if name.startswith("model."):
+                wanted = value if dtype is None else value.to(dtype)
+                assert torch.equal(exported.read(name.removeprefix("model.")), wanted), name

@@ -21,6 +21,7 @@ from holdfast import _torch_compat as compat
 from holdfast.dtypes import ITEMSIZE
 from holdfast.errors import ConfigError
 from holdfast.export.nest import cut, joined, strided, typed
+from holdfast.export.on_demand import OnDemand
 from holdfast.export.rank_plan import BUCKET
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ def check_memories(plan: RankPlan, memories: Sequence[torch.Tensor]) -> None:
     """Raise `ConfigError` unless ``memories`` are what ``plan.memories`` says, as one-dimensional bytes."""
     if len(memories) != len(plan.memories):
         raise ConfigError(f"{len(memories)} memories for a plan that copies from {len(plan.memories)}")
+    if isinstance(memories, OnDemand):
+        return  # made of what the plan says, when they are needed
     dtypes = {copy.source: copy.source_dtype for copy in plan.local}
     for turn in plan.rounds:
         dtypes.update({copy.source: copy.source_dtype for message in turn.sends for copy in message.copies})
@@ -89,8 +92,14 @@ def run_copies(
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     nbytes = 0
+    made = memories if isinstance(memories, OnDemand) else None
     with torch.no_grad():
         for copy in copies:
+            if made is not None and targets and copy.source != BUCKET and not made.is_here(copy.source):
+                # What waits to be copied keeps its memory, also of what is dropped for the next.
+                compat.foreach_copy_(targets, sources)
+                targets, sources, nbytes = [], [], 0
+                between()
             memory = bucket if copy.source == BUCKET else memories[copy.source]
             if memory is None:
                 raise AssertionError("a copy from a bucket where there is none")

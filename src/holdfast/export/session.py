@@ -360,9 +360,12 @@ class Exporter:
             return self._made[1]
         self._forget()
         made = self.recipe.plan(stock)
-        plan = made.plan.rank(self._group.rank)
+        plan = made.plan.rank(self._group.rank, stock.places())
         nbytes = max(plan.image_bytes, PAGE_BYTES)
         if self._image is None or self._image.nbytes < nbytes:
+            if self._image is not None:  # gone before the next is there
+                self._image.close()
+                self._image = None
             self._image = Image(nbytes)
             self._image.warm_up()
         self._engine_image = self._engine.add_image(self._image.fd, self._image.nbytes)

@@ -11,24 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from holdfast.agreement import Votes
+from holdfast.agreement import Agreement, Votes
 from holdfast.arguments import checked_path, checked_seconds
 from holdfast.callbacks import Callbacks
-from holdfast.capture import SaveRequest
 from holdfast.checkpoint import Checkpoint
 from holdfast.config import config_within
 from holdfast.errors import ConfigError, DeadlineExceeded
 from holdfast.export.hf_export import SHARD_BYTES, HFExport
-from holdfast.export.material import StoredState
+from holdfast.export.material import LiveState, StoredState
 from holdfast.export.recipe import Model, Recipe, model_of, models_of
 from holdfast.export.session import Exporter
 from holdfast.exporting import exchange_of
 from holdfast.group import open_group
-from holdfast.optimizer_hook import guard_updates, unguard_updates
-from holdfast.saver import Saver
 from holdfast.starting import claim_path
 from holdfast.state.tree import StateTree
-from holdfast.storage.local import LocalStorage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,10 +91,9 @@ class _Session:
         self._deadline = time.monotonic() + self._timeout_s
         self._votes = Votes(self._group.board)
         self._lock: RootLock | None = None
-        self._saver: Saver | None = None
+        self._agreement = Agreement(self._group.board.clone())
         self._exporter: Exporter | None = None
-        self._tree: StateTree | None = None
-        self._guarded = False
+        self._live: LiveState | None = None
 
     def run(self, source: Any, out: Any, *, overwrite: bool, **options: Any) -> Path:
         error: BaseException | None = None
@@ -112,16 +107,7 @@ class _Session:
         assert self._exporter is not None
         self._exporter.start()
         ticket = self._exporter.ticket(None, name=os.path.basename(target), overwrite=overwrite)
-        if self._saver is None:
-            ticket.give(StoredState(source, self._group.rank, self._group.world))
-        else:
-            assert self._tree is not None
-            guard_updates(self._saver)
-            self._guarded = True
-            request = SaveRequest(
-                None, f"export to {target}", {}, resumable=False, overwrite=False, eager=True, checkpoint=False
-            )
-            self._saver.start(self._tree, request, takers=(ticket,), only=self._exporter.recipe.wants)
+        ticket.give(self._live or StoredState(source, self._group.rank, self._group.world))
         try:
             found: Any = ticket.handle.result(max(self._left_s(), OUTCOME_GRACE_S))
         except DeadlineExceeded:
@@ -138,11 +124,9 @@ class _Session:
         try:
             if self._exporter is not None:
                 self._exporter.close(deadline)
+            self._agreement.leave()
         finally:
-            if self._saver is not None:
-                if self._guarded:
-                    unguard_updates(self._saver)
-                self._saver.close(OUTCOME_GRACE_S)
+            self._agreement.board.close()
             lock, self._lock = self._lock, None
             if lock is not None:
                 lock.release()
@@ -159,8 +143,10 @@ class _Session:
         if isinstance(source, Checkpoint):
             models = _stored_models(source, export)
         elif isinstance(source, Mapping):
-            self._tree = StateTree(source, rank=group.rank, world=group.world, group_ranks=group.ranks)
             models = models_of(export, source)
+            exported = {model.key: source[model.key] for model in models}
+            tree = StateTree(exported, rank=group.rank, world=group.world, group_ranks=group.ranks)
+            self._live = LiveState(tree, group, self._agreement, target=target, timeout_s=self._left_s())
         else:
             raise ConfigError(
                 f"source: expected a state, a module or an opened checkpoint, found {type(source).__name__}",
@@ -170,8 +156,6 @@ class _Session:
         if group.rank == 0:
             self._lock = claim_path(target, step=None, overwrite=overwrite, timeout_s=self._left_s())
         config = config_within(self._left_s())
-        if self._tree is not None:
-            self._saver = Saver(LocalStorage(parent), group, config)
         self._exporter = Exporter(
             export,
             recipe,
@@ -180,7 +164,7 @@ class _Session:
             number=0,
             exchange=exchange_of(group, "export"),
             callbacks=Callbacks(),
-            wait_staged=lambda timeout: None if self._saver is None else self._saver.wait_staged(timeout),
+            wait_staged=lambda _: None,
             managed=False,
         )
 

@@ -182,6 +182,10 @@ class Marks:
         places = zip(self._list.names, now, self.addresses, strict=True)
         return next(name for name, left, right in places if left != right)
 
+    def by_name(self) -> dict[str, int]:
+        """The addresses, by name: for `differing` to compare the tensors themselves with how they were."""
+        return dict(zip(self._list.names, self.addresses, strict=True))
+
     def differing(self, copies: Mapping[str, int]) -> str | None:
         """The first tensor whose copy differs from what it was where a word was noted, or None.
 
