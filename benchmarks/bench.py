@@ -26,7 +26,15 @@ from benchmarks.venvs import NotInstalled, python_of, version_of
 if TYPE_CHECKING:
     from benchmarks.sizes import Size
 
-OURS = ("raw", "holdfast", "holdfast-eager", "holdfast-unverified")
+OURS = (
+    "raw",
+    "holdfast",
+    "holdfast-eager",
+    "holdfast-unverified",
+    "raw-export",
+    "holdfast-export",
+    "holdfast-export-hf",
+)
 ONLY_THOROUGH = ("dcp-process", "nvrx", "torchsnapshot")
 """Not in a quick run, unless asked for."""
 KEPT_BYTES_MOST = 640 << 20

@@ -57,7 +57,12 @@ class Waiting(Pending):
 
 
 class Contender:
-    """One way to save and load. Made once in each rank of a worker; all calls come from the training thread."""
+    """One way to save and load. Made once in each rank of a worker; all calls come from the training thread.
+
+    keeps: whether it has memory and processes of its own from one save to the next.
+    """
+
+    keeps = False
 
     def __init__(self, state: BenchState | None, folder: Path, *, rank: int, world: int) -> None:
         self.state, self.folder, self.rank, self.world = state, folder, rank, world

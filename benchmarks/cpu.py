@@ -7,6 +7,8 @@ own threads on behalf of a process (write-back of the page cache), which flatter
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import os
 import threading
 from dataclasses import dataclass
@@ -128,6 +130,46 @@ class MemoryWatch:
             now = tree_memory(self._root)
             self.most_others = max(self.most_others, now.others)
             self.most_images = max(self.most_images, now.images)
+
+
+class PeakMemory:
+    """``nbytes``: the most that this process had beyond what it had before. None where the kernel can't tell.
+
+    keeps: what does the work has images and processes from before: they count, too, for it would have to make them
+    otherwise. They must be the only ones there are.
+    """
+
+    nbytes: int | None = None
+
+    def __init__(self, *, keeps: bool) -> None:
+        self._keeps = keeps
+
+    def __enter__(self) -> Self:
+        self._kept = tree_memory(os.getpid()).images if self._keeps else 0
+        gc.collect()
+        with contextlib.suppress(AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)  # what was freed before would be had for nothing now
+        try:
+            with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+                file.write("5")  # the most it had is counted anew
+        except OSError:
+            self._before: int | None = None
+        else:
+            self._before = _of_status(os.getpid(), "VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            most = _of_status(os.getpid(), "VmHWM") - self._before
+            children = tree_of(os.getpid())[1:] if self._keeps else ()
+            self.nbytes = max(0, most) + self._kept + sum(_of_status(pid, "RssAnon") for pid in children)
+
+
+def _of_status(pid: int, field: str) -> int:
+    """A figure of /proc/PID/status, in bytes; 0 where the process has ended."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+        return next((int(line.split()[1]) << 10 for line in file if line.startswith(f"{field}:")), 0)
+    return 0
 
 
 def resources(root: int) -> dict[str, int]:

@@ -19,7 +19,7 @@ def _label(name: str) -> str:
 
 
 def _colour(name: str) -> str:
-    if name == "raw":
+    if name.startswith("raw"):
         return LIMIT
     return OURS if name.startswith("holdfast") else THEIRS
 
@@ -28,7 +28,7 @@ def bars(axes: Any, results: Results, case: str, figure: str, title: str) -> Non
     """A bar each, shortest on top, with the range of its rounds; the raw limit as a line through all."""
     found = [(name, spread) for name in results.contenders(case) if (spread := results.spread(case, name, figure))]
     found.sort(key=lambda entry: entry[1].median, reverse=True)
-    raw = results.median(case, "raw", figure)
+    raw = results.median(case, "raw-export" if case == "export" else "raw", figure)
     for row, (name, spread) in enumerate(found):
         axes.barh(row, spread.median, color=_colour(name), height=0.7)
         axes.plot([spread.low, spread.high], [row, row], color="black", linewidth=1)
@@ -151,10 +151,15 @@ def draw(results: Results, folder: Path) -> list[Path]:
         ("small", "durable_s", "many small tensors, until durable"),
         ("small-warm", "load_s", "many small tensors, load, warm"),
     ]
+    exports = [
+        ("export", "durable_s", "Hugging Face weights, two ranks, until published"),
+        ("export", "held_s", "Hugging Face weights, training thread held"),
+    ]
     pictures = [
         where_time_goes(plt, results, folder / "where-time-goes.png"),
         _panels(plt, results, saves, folder / "saves.png"),
         _panels(plt, results, loads, folder / "loads.png"),
+        _panels(plt, results, exports, folder / "exports.png"),
         slow_down(plt, results, folder / "training.png"),
     ]
     return [picture for picture in pictures if picture is not None]

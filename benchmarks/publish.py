@@ -95,6 +95,7 @@ def performance_page(results: Results, folder: Path) -> dict[str, str]:
             where,
             saves="Saves: until durable, CPU seconds, training thread held.",
             loads="Loads, and many small tensors.",
+            exports="Hugging Face weights of a model on two ranks.",
             training="Slow-down of a training loop by its saves.",
         ),
     }

@@ -28,9 +28,10 @@ the reference first, where there is one, then the median of the counted rounds a
 until durable the raw write with fsync, for the training thread a copy of the same bytes in warm memory by two
 threads, for loads `preadv` in two threads into the same tensors; beside a busy trainer, where nothing is raw,
 Holdfast itself. Every save ends durable: what does not fsync by itself is fsynced within its time. Every load was
-compared with what was saved. CPU seconds are those of the process and its children without what its training thread
-computed; the kernel's own write-back threads are not among them, which flatters whoever writes through the page
-cache. Warm: read just before. Cold: evicted just before."""
+compared with what was saved, and the first export of each contender with the weights. The memory of an export is that
+of the rank that has most, beyond the model, with what it keeps from one export to the next. CPU seconds are those of
+the process and its children without what its training thread computed; the kernel's own write-back threads are not
+among them, which flatters whoever writes through the page cache. Warm: read just before. Cold: evicted just before."""
 
 
 def describe(results: Results, case: str) -> str:

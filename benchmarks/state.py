@@ -16,6 +16,7 @@ import torch
 
 ALIGN_BYTES = 64
 PAGE_BYTES = 4096
+LANGUAGE_MODELS = ("lm", "weights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +70,14 @@ def lm_shapes(layers: int, hidden: int, vocab: int) -> list[tuple[str, tuple[int
 
 
 def layout(spec: dict[str, Any]) -> list[Entry]:
-    """Where everything lies, from ``{"kind": "lm", layers, hidden, vocab}`` or ``{"kind": "flat", count, each}``."""
-    if spec["kind"] == "lm":
+    """Where everything lies, from ``{"kind": "lm", layers, hidden, vocab}`` or ``{"kind": "flat", count, each}``.
+
+    ``weights`` are those of ``lm`` without the state of its optimizer.
+    """
+    if spec["kind"] in LANGUAGE_MODELS:
         parameters = lm_shapes(spec["layers"], spec["hidden"], spec["vocab"])
         shapes = [(f"model.{name}", shape) for name, shape in parameters]
-        for name, shape in parameters:
+        for name, shape in parameters if spec["kind"] == "lm" else ():
             state = f"optimizer.state.{name}"
             shapes += [(f"{state}.step", ()), (f"{state}.exp_avg", shape), (f"{state}.exp_avg_sq", shape)]
         return _place(shapes)
@@ -148,7 +152,8 @@ class BenchState:
         self.flat: dict[str, torch.Tensor] = {}
         for entry in self.entries:
             self._add(entry, mesh)
-        self.objects = self._language_model() if spec["kind"] == "lm" else {"tensors": self._tensors()}
+        is_model = spec["kind"] in LANGUAGE_MODELS
+        self.objects = self._language_model() if is_model else {"tensors": self._tensors()}
 
     @property
     def nbytes(self) -> int:
@@ -192,6 +197,8 @@ class BenchState:
             parameter = torch.nn.Parameter(tensor)
             module.register_parameter(leaf, parameter)
             parameters[name.removeprefix("model.")] = parameter
+        if len(parameters) == len(self.flat):
+            return {"model": model}
         optimizer = torch.optim.AdamW(parameters.values())
         for name, parameter in parameters.items():
             state = f"optimizer.state.{name}"

@@ -82,6 +82,12 @@ MEMORY = (
     Column("growth_threads", "threads", None, plain),
     Column("growth_files", "files", None, plain),
 )
+EXPORT = (
+    Column("durable_s", "until published", ("raw-export", "durable_s")),
+    Column("held_s", "training thread held"),
+    Column("peak_bytes", "memory of a rank, at most", None, nbytes),
+    Column("cpu_s", "CPU"),
+)
 ENGINE = (Column("ready_s", "ready after"), Column("resident", "its memory", None, nbytes))
 
 TABLES: tuple[tuple[str, str, tuple[Column, ...]], ...] = (
@@ -109,6 +115,7 @@ TABLES: tuple[tuple[str, str, tuple[Column, ...]], ...] = (
     ),
     ("memory", "(g) Memory over many saves", MEMORY),
     ("engine", "(h) The engine process", ENGINE),
+    ("export", "(i) Hugging Face weights in bfloat16, two ranks", EXPORT),
 )
 
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from benchmarks import training
 from benchmarks.busy import Busy, make_busy
-from benchmarks.cpu import resources, tree_cpu_s, tree_memory, tree_of
+from benchmarks.cpu import PeakMemory, resources, tree_cpu_s, tree_memory, tree_of
 from benchmarks.files import files_of, remove
 from benchmarks.measure import Watch, timed_load, timed_save
 from benchmarks.state import BenchState, Shared, file_nbytes, layout, payload_nbytes, same
@@ -54,9 +54,9 @@ class Worker:
             from torch.distributed.device_mesh import init_device_mesh
 
             self.mesh = init_device_mesh("cpu", (self.world,))
-        module, _, name = spec["where"].partition(":")
-        self.kind: type[Contender] = getattr(importlib.import_module(f"benchmarks.peers.{module}"), name)
+        self.kind = kind_of(spec["where"])
         self.contender: Contender | None = None
+        self.exporters: dict[str, Contender] = {}
         self.source: Shared | None = None
         self.target: BenchState | None = None
         self.scratch: Shared | None = None
@@ -87,8 +87,9 @@ class Worker:
 
     def close(self) -> dict[str, Any]:
         """Let go of state and contender."""
-        contender, self.contender = self.contender, None
-        if contender is not None:
+        contenders = [*self.exporters.values(), *([] if self.contender is None else [self.contender])]
+        self.contender, self.exporters = None, {}
+        for contender in contenders:
             contender.close()
         self.trainer = self.target = self.source = self.scratch = None
         gc.collect()
@@ -142,6 +143,30 @@ class Worker:
             if not torch.equal(torch.as_tensor(part), whole[rows[0] : rows[0] + rows[1]]):
                 raise AssertionError(f"rows {rows} of {tensor} were not read as they were saved")
         return {"load_s": took}
+
+    def export(self, name: str, where: str, path: str, interval_s: float, *, check: bool) -> dict[str, Any]:
+        """Have another contender than this worker's own export what was adopted; each is made once."""
+        assert self.source is not None, "adopt comes first"
+        if name not in self.exporters:
+            view = BenchState(self.source, self.spec, rank=self.rank, world=self.world, mesh=self.mesh)
+            contender = kind_of(where)(view, self.folder / name, rank=self.rank, world=self.world)
+            contender.start()
+            self.exporters[name] = contender
+        contender = self.exporters[name]
+        self._together()
+        with PeakMemory(keeps=contender.keeps) as peak:
+            pending, figures = timed_save(
+                contender, Path(path), self.busy.setdefault("idle", make_busy("idle")), interval_s
+            )
+        self._together()
+        contender.hand_over(pending, Path(path))
+        if check and self.rank == 0:
+            from benchmarks.peers.exports_ import differing
+
+            wrong = differing(Path(path), self.source, layout(self.spec))
+            if wrong is not None:
+                raise AssertionError(f"{wrong} was not exported as it is")
+        return figures | ({} if peak.nbytes is None else {"peak_bytes": float(peak.nbytes)})
 
     def memcpy(self) -> dict[str, float]:
         """Raw only: copy the state's bytes to warm memory, the file that loads go to."""
@@ -209,6 +234,13 @@ class Worker:
     def _together(self) -> None:
         if self.world > 1:
             dist.barrier()
+
+
+def kind_of(where: str) -> type[Contender]:
+    """The contender at ``module:class`` below `benchmarks.peers`."""
+    module, _, name = where.partition(":")
+    kind: type[Contender] = getattr(importlib.import_module(f"benchmarks.peers.{module}"), name)
+    return kind
 
 
 def serve(worker: Worker, reader: Any, writer: Any) -> None:

@@ -10,10 +10,11 @@ class Peer:
     """How to start a contender.
 
     where: ``module:class`` below `benchmarks.peers`. asynchronous: the caller trains on while it saves. loads, parts:
-    it takes part in loads, and in partial reads. apart: measured in a case of its own. shards: it knows
-    how to save what several ranks share. reshards: it loads with
-    another number of ranks than it saved with. packages: what its own environment needs, None for the runner's;
-    ``bare`` ones are installed without what they ask for (they'd pull another torch). says: printed below the report.
+    it takes part in loads, and in partial reads. apart: measured in a case of its own. shards: it knows how to save
+    what several ranks share. reshards: it loads with another number of ranks than it saved with. exports: it leaves
+    Hugging Face weights, and does nothing else; named: which others can read. packages: what its own environment needs,
+    None for the runner's; ``bare`` ones are installed without what they ask for (they'd pull another torch). says:
+    printed below the report.
     """
 
     name: str
@@ -26,6 +27,8 @@ class Peer:
     saves: bool = True
     apart: bool = False
     shards: bool = True
+    exports: bool = False
+    named: bool = True
     bare: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
     group: bool = False
@@ -38,6 +41,20 @@ class Peer:
     @property
     def environment(self) -> str:
         return self.where.partition(":")[0] if self.own_environment else ""
+
+
+def _export(name: str, label: str, kind: str, *, says: str, asynchronous: bool = False, named: bool = True) -> Peer:
+    return Peer(
+        name,
+        label,
+        f"exports_:{kind}",
+        asynchronous=asynchronous,
+        loads=False,
+        saves=False,
+        exports=True,
+        named=named,
+        says=says,
+    )
 
 
 PEERS = {
@@ -148,6 +165,36 @@ PEERS = {
             shards=False,
             parts=True,
             says="one file a rank, then fsync; loaded one tensor at a time and copied into the state.",
+        ),
+        _export(
+            "raw-export",
+            "raw limit",
+            "Raw",
+            named=False,
+            says="as above, of as many bytes as the export has: what is measured of exports is against this.",
+        ),
+        _export(
+            "holdfast-export",
+            "**Holdfast**, in a manager",
+            "Managed",
+            asynchronous=True,
+            says="`HFExport` with `every=1` and no checkpoint due: its memory is that of the capture, which a "
+            "checkpoint of the same step shares, and of the export.",
+        ),
+        _export("holdfast-export-hf", "Holdfast, `export_hf`", "AtOnce", says="the same, waited for by its caller."),
+        _export(
+            "dcp-hf",
+            "`HuggingFaceStorageWriter`",
+            "Consolidated",
+            says="`dcp.save` of the shards, cast before, with `save_distributed` and `enable_consolidation` by two "
+            "threads on rank 0; what it puts together is fsynced within its time.",
+        ),
+        _export(
+            "save-pretrained",
+            "gather, `save_pretrained`",
+            "Gathered",
+            says="`get_model_state_dict` with `full_state_dict` and `cpu_offload`; cast and saved by rank 0, then "
+            "fsynced.",
         ),
     )
 }

@@ -68,6 +68,8 @@ class Raw(Contender):
     """Writes the mapped state itself; what it wrote is laid out as it lies in memory."""
 
     direct = True
+    part = 1.0
+    """Of the state's bytes, written."""
 
     def start(self) -> None:
         self._threads = max(1, THREADS // self.world)
@@ -75,7 +77,7 @@ class Raw(Contender):
     def save(self, path: Path) -> Pending:
         # Each rank writes a contiguous part of the file image, page by page: this is what it would be at best.
         view = memoryview(self.held_state.shared.map)
-        pages = len(view) // PAGE_BYTES
+        pages = int(len(view) * self.part) // PAGE_BYTES
         first, last = (pages * rank // self.world * PAGE_BYTES for rank in (self.rank, self.rank + 1))
         chunks = [(start, min(CHUNK_BYTES, last - start)) for start in range(first, last, CHUNK_BYTES)]
         path.mkdir(exist_ok=True)

@@ -73,3 +73,17 @@ def test_the_smallest_benchmark_runs_from_end_to_end(tmp_path: Path) -> None:
     assert "### (a) One rank, idle trainer" in report
     assert "| held by a lazy save, idle trainer | <= 5 ms |" in report
     assert list((tmp_path / "work").glob("*")) == [], "nothing is left behind"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_smallest_benchmark_of_exports_has_all_who_make_them(tmp_path: Path) -> None:
+    ended = run("bench", "--size", "tiny", "--out", str(tmp_path), "--json", "--only", "export", timeout_s=280.0)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["problems"] == [], "and each has exported what there was"
+    contenders = {s["contender"] for s in found["samples"] if s["counted"]}
+    assert contenders == {"raw-export", "holdfast-export", "holdfast-export-hf", "dcp-hf", "save-pretrained"}
+    for sample in found["samples"]:
+        assert 0 < sample["figures"]["held_s"] <= sample["figures"]["durable_s"]
+    assert "### (i) Hugging Face weights" in (tmp_path / "report.md").read_text()

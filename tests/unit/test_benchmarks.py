@@ -17,6 +17,7 @@ from benchmarks.cases.train import compared
 from benchmarks.cpu import tree_cpu_s, tree_of
 from benchmarks.files import cached_fraction, evict, warm
 from benchmarks.obstacles import OBSTACLES, obstacles
+from benchmarks.peers.exports_ import hf_name
 from benchmarks.protocol import WorkerFailed, merged
 from benchmarks.report import render, summary
 from benchmarks.samples import Problem, Results, Sample
@@ -225,6 +226,22 @@ def test_the_documentation_has_every_marker_that_is_published(tmp_path: Path) ->
     assert "2 cores, ext4" in (tmp_path / "README.md").read_text()
     assert "The machine was idle." in (tmp_path / "docs" / "performance.md").read_text()
     assert (tmp_path / "benchmarks" / "reports" / "full" / "report.md").exists()
+
+
+def test_exports_are_measured_against_a_raw_write_of_their_own_bytes() -> None:
+    results = results_with(
+        ("export", "raw-export", {"durable_s": 0.1, "held_s": 0.1}),
+        ("export", "holdfast-export", {"durable_s": 0.2, "held_s": 0.01, "peak_bytes": 3 << 20}),
+    )
+    text = render(results)
+    assert "### (i) Hugging Face weights" in text
+    assert "**2.00** · 0.20 s | 10.0 ms | 3.0 MiB" in text
+
+
+def test_a_model_has_the_names_of_transformers_for_those_who_want_them() -> None:
+    assert hf_name("layers.7.q.weight") == "model.layers.7.self_attn.q_proj.weight"
+    assert hf_name("layers.0.norm2.weight") == "model.layers.0.post_attention_layernorm.weight"
+    assert (hf_name("embed.weight"), hf_name("norm.weight")) == ("model.embed_tokens.weight", "model.norm.weight")
 
 
 def test_the_page_cache_is_warmed_and_evicted(tmp_path: Path) -> None:
