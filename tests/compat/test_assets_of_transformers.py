@@ -307,10 +307,10 @@ def test_an_adapter_has_its_own_configuration_and_no_model_configuration(tmp_pat
 
 def test_a_directory_without_a_configuration_is_refused(model: Any, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    for given in (None, model):
+    for given in (None, model, nn.Linear(1, 1)):
         with pytest.raises(ConfigError, match=r"has no config\.json"):
             collect_assets(tmp_path, model=given)
-    assert collect_assets(tmp_path, model=nn.Linear(1, 1)).paths == ("tokenizer.json",)
+    assert collect_assets(tokenizer=tmp_path, model=nn.Linear(1, 1)).paths == ("tokenizer.json",)
     (tmp_path / "config.json").symlink_to("nowhere")
     with pytest.raises(ConfigError, match="leads nowhere"):
         collect_assets(tmp_path)

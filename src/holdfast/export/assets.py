@@ -101,7 +101,7 @@ def collect_assets(
 
     assets: a directory of a model, an object with ``save_pretrained`` (a configuration, a generation configuration, a
         tokenizer, a processor, PEFT's configuration of an adapter), or several of both. A directory without
-        ``config.json`` is refused, unless ``model`` is given and is none of transformers'.
+        ``config.json`` is refused, but for an adapter, which needs none.
     model: of transformers' models, ``config.json``, ``generation_config.json`` and custom code as ``save_pretrained``
         writes them; an object among ``assets`` goes before them. Any other module brings nothing.
     tokenizer: an object, or a directory with its files; instead of those that the assets brought.
@@ -122,10 +122,9 @@ def collect_assets(
     files: dict[str, Asset] = {}
     left: list[LeftOut] = []
     chosen: set[str] = set()
-    optional = bool(adapter) or (model is not None and transformers_model is None)
     for item in given:
         if isinstance(item, (str, os.PathLike)):
-            found, without = _from_directory(item, needs_config=not optional)
+            found, without = _from_directory(item, needs_config=not adapter)
             left.extend(without)
         else:
             found = _saved(_prepared(item, wanted, transformers_model), "assets")
