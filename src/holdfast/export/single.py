@@ -184,6 +184,8 @@ def _stored_models(checkpoint: Checkpoint, export: HFExport) -> list[Model]:
             field="modules",
         )
     if len(keys) == 1 and (model := _architecture(export.assets)) is not None:
+        if export.key_map is None:
+            _require_shapes(checkpoint, keys[0], model)
         return [model_of(keys[0], model)]
     models = []
     for key in keys:
@@ -191,6 +193,22 @@ def _stored_models(checkpoint: Checkpoint, export: HFExport) -> list[Model]:
         count = sum(math.prod(info.shape) for info in tensors.values())
         models.append(Model(key, None, tuple(name.removeprefix(f"{key}.") for name in tensors), (), count))
     return models
+
+
+def _require_shapes(checkpoint: Checkpoint, key: str, model: nn.Module) -> None:
+    """Raise `ConfigError` where the checkpoint has other shapes than ``model``: nobody could load the export."""
+    odd = []
+    for name, tensor in model.state_dict().items():
+        stored = checkpoint.tensors.get(f"{key}.{name}")
+        if stored is not None and tuple(stored.shape) != tuple(tensor.shape):
+            odd.append(f"`{name}` is {list(stored.shape)} in the checkpoint, and {list(tensor.shape)} in the config")
+    if odd:
+        more = f" and {len(odd) - 5} more" if len(odd) > 5 else ""
+        raise ConfigError(
+            f"{checkpoint.path} is not of the model that `assets` describe: {'; '.join(odd[:5])}{more}; give the "
+            "assets of the model that was trained",
+            field="assets",
+        )
 
 
 def _architecture(assets: Any) -> nn.Module | None:
