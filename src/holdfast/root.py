@@ -136,9 +136,9 @@ def is_occupied(storage: Storage, name: str) -> bool:
 def refuse_occupied(storage: Storage, name: str, *, step: int | None) -> None:
     """Raise `CheckpointExists` if something is where a save of ``step`` is to be published as ``name``."""
     if is_occupied(storage, name):
-        path = f"{storage.root}/{name}"
+        path, at = f"{storage.root}/{name}", "" if step is None else f"step {step}: "
         raise CheckpointExists(
-            f"step {step}: {path} exists already and published checkpoints are never modified; "
+            f"{at}{path} exists already and published checkpoints are never modified; "
             "choose another path, or pass overwrite=True to replace it as a whole",
             path=path,
         )
