@@ -60,10 +60,10 @@ def _qwen3() -> Any:
     return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=4))
 
 
-def _qwen3_moe() -> Any:
+def _qwen3_moe(experts: int = 5) -> Any:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen3MoeConfig(**SIZES, head_dim=4, moe_intermediate_size=6, num_experts=5, num_experts_per_tok=2)
+    config = Qwen3MoeConfig(**SIZES, head_dim=4, moe_intermediate_size=6, num_experts=experts, num_experts_per_tok=2)
     return Qwen3MoeForCausalLM(config)
 
 
@@ -103,6 +103,7 @@ _MAKERS = {
     "llama": _llama,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_moe_even": lambda: _qwen3_moe(experts=4),
     "mixtral": _mixtral,
     "gpt2": _gpt2,
     "qwen2_5_vl": _qwen2_5_vl,
