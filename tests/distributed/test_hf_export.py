@@ -1,4 +1,7 @@
-"""Exports by several ranks are what `save_pretrained` of the gathered model writes, byte for byte, and load as such."""
+"""Exports by several ranks are what `save_pretrained` of the gathered model writes, byte for byte, and load as such.
+
+What `from_pretrained` makes of them computes what the gathered model does, to the last bit.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import filecmp
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +46,37 @@ def reference_of(model: torch.nn.Module, dtype: torch.dtype | None, target: Path
     whole.save_pretrained(target, max_shard_size=SHARD_BYTES)
 
 
+def logits_of(model: Any) -> torch.Tensor:
+    """Of some tokens; for a model that sees, with an image among them."""
+    tokens = torch.arange(10, 22).unsqueeze(0)
+    seen: dict[str, torch.Tensor] = {}
+    if hasattr(model.config, "vision_config"):
+        patch = model.config.vision_config.patch_size**2 * model.config.vision_config.temporal_patch_size * 3
+        tokens[0, 1:7] = torch.tensor([7, 5, 5, 5, 5, 8])  # an image of 4 x 4 patches, of which four make a token
+        pixels = torch.linspace(-1, 1, 16 * patch).view(16, patch)
+        seen = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=tokens, **seen).logits
+    assert found.isfinite().all()
+    assert found.std() > 0
+    return found
+
+
+def same_logits(export: Path, model: torch.nn.Module, dtype: torch.dtype | None) -> None:
+    """Plain `from_pretrained` has a model that computes what ``model`` does once its weights have that ``dtype``."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    gathered = copy.deepcopy(model)
+    for parameter in gathered.parameters():  # and nothing else: `to` would cast tables that no export has
+        parameter.data = parameter.data.to(dtype or parameter.dtype)
+    auto = AutoModelForImageTextToText if hasattr(gathered.config, "vision_config") else AutoModelForCausalLM
+    loaded = auto.from_pretrained(export, dtype="auto")
+    assert type(loaded) is type(model)
+    found, expected = logits_of(loaded), logits_of(gathered)
+    assert found.dtype == expected.dtype == (dtype or torch.float32)
+    assert torch.equal(found, expected), f"{export}: logits differ by up to {(found - expected).abs().max()}"
+
+
 def shard_layers(model: torch.nn.Module, mesh: object) -> None:
     for module in list(model.modules()):
         if isinstance(module, torch.nn.ModuleList):
@@ -54,7 +89,7 @@ def shard_layers(model: torch.nn.Module, mesh: object) -> None:
 def export_fsdp(place: str) -> None:
     root, rank = Path(place), dist.get_rank()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for kind in ("llama-tied", "qwen3-moe", "mixtral", "gpt2", "qwen2.5-vl"):
+    for kind in ("llama-tied", "qwen3", "qwen3-moe", "mixtral", "gpt2", "qwen2.5-vl"):
         model = tiny_model(kind)
         for dtype in (None, torch.bfloat16):
             reference, target = root / f"{kind}-{dtype}-reference", root / f"{kind}-{dtype}"
@@ -67,6 +102,7 @@ def export_fsdp(place: str) -> None:
             if rank == 0:
                 same_files(reference, target)
                 assert holdfast.open(target).verify().ok
+                same_logits(target, model, dtype)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
