@@ -1,6 +1,6 @@
 # Everything a contributor runs. A bare clone needs Python 3.10 or newer, pip and make; the rest goes into .venv.
 #
-#   make demo         train a small model, kill it in the middle of a save, resume it bit for bit (out/demo/)
+#   make demo         train a small model, kill it in the middle of a save, resume it bit for bit, export it (out/demo/)
 #   make test         the test suite, under 25 minutes on two cores
 #   make check        lint, format, strict types, import contracts, house rules
 #   make bench        save and load against every peer and the machine's limit (out/bench/)

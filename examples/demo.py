@@ -1,26 +1,26 @@
-"""Show what Holdfast is for: kill a training job in the middle of a save, twice, and lose nothing.
+"""Show what Holdfast is for: kill a training job in the middle of a save, twice, and lose nothing; use what it exports.
 
     make demo            or            python examples/demo.py --out out/demo
 
-1. `train_lm.py` runs undisturbed on two ranks: curve A.
+1. `train_lm.py` runs undisturbed on two ranks: curve A. Every few steps it saves a checkpoint and exports the weights
+   for Hugging Face, both in the background, from one copy of the state.
 2. It runs again, and every process of the job gets SIGKILL while a save is being written. Holdfast's engines live: they
    finish what was already captured, and leave.
 3. It is restarted and killed in a save once more, engines included, as when a node loses power.
 4. It is restarted and runs to the end: curve B, in three pieces.
+5. B's newest export is loaded by `generate.py`, which knows `transformers` only, and writes text.
 
 Every loss of B, those of repeated steps too, must equal A's to the last bit, and so must the final model and optimizer,
-read here with nothing but stock `torch.distributed.checkpoint`. Otherwise this exits with status 1.
-Writes the logs, losses.png and the checkpoints of both runs under OUT.
+read here with nothing but stock `torch.distributed.checkpoint`. So must the logits of what `from_pretrained` has loaded
+those of the model that was trained. Otherwise this exits with status 1.
+Writes the logs, losses.png, the checkpoints and the exports of both runs under OUT.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -39,144 +39,33 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import holdfast
+from demo_jobs import (
+    EVERY,
+    RUN_TIMEOUT_S,
+    STEPS,
+    DemoError,
+    Job,
+    Kill,
+    attempts,
+    events,
+    losses,
+    step_of,
+)
 
 HERE = Path(__file__).resolve().parent
-STEPS, EVERY = 40, 8
-RUN_TIMEOUT_S = 180.0
 # A save of this small model takes a fraction of a second: too short to aim at. In the runs that are to be killed each
 # engine may write this much a second, so a save takes seconds and the kill falls well inside it.
 SLOW_BYTES_PER_S = 5_000_000
 
 
-class DemoError(Exception):
-    """Something did not go as the demo claims it does."""
-
-
 @dataclass(frozen=True, slots=True)
-class Kill:
-    """What a kill hit, and what the next start made of it."""
+class Written:
+    """What became of an export in a process of its own that has `transformers` only."""
 
-    engines_too: bool
-    processes: int
-    at_step: int
-    saving_step: int
-    bytes_on_disk: int
-    outcome: str = "?"
-    resumed_from: int = 0
-
-
-class Job:
-    """One `torchrun` of train_lm.py on two ranks; its output goes to a file."""
-
-    def __init__(self, run: Path, name: str, *, io_limit_bytes_per_s: int | None = None) -> None:
-        run.mkdir(parents=True, exist_ok=True)
-        self.run, self.output = run, run / f"{name}.txt"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        command += [str(HERE / "train_lm.py"), "--out", str(run), "--steps", str(STEPS), "--every", str(EVERY)]
-        if io_limit_bytes_per_s:
-            command += ["--io-limit-bytes-per-s", str(io_limit_bytes_per_s)]
-        with self.output.open("w") as sink:
-            self.process = subprocess.Popen(
-                command,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,
-            )
-        self.deadline = time.monotonic() + RUN_TIMEOUT_S
-
-    def check_deadline(self) -> None:
-        if time.monotonic() > self.deadline:
-            self.kill(engines_too=True)
-            raise DemoError(f"{self.output}: not done after {RUN_TIMEOUT_S:.0f} s\n{self.tail()}")
-
-    def tail(self) -> str:
-        return "\n".join(self.output.read_text(errors="replace").splitlines()[-30:])
-
-    def finish(self) -> None:
-        while self.process.poll() is None:
-            self.check_deadline()
-            time.sleep(0.05)
-        if self.process.returncode:
-            raise DemoError(f"{self.output}: exit status {self.process.returncode}\n{self.tail()}")
-
-    def processes(self) -> list[tuple[int, bool]]:
-        """Every process below the launcher, itself first: (pid, whether it is a Holdfast engine)."""
-        found, unseen = [], [self.process.pid]
-        while unseen:
-            pid = unseen.pop(0)
-            try:
-                command = Path(f"/proc/{pid}/cmdline").read_bytes()
-                children = [task.read_text().split() for task in Path(f"/proc/{pid}/task").glob("*/children")]
-            except OSError:
-                continue  # it has just ended
-            found.append((pid, b"holdfast.engine" in command))
-            unseen += [int(child) for task in children for child in task]
-        return found
-
-    def kill(self, *, engines_too: bool) -> int:
-        """SIGKILL the launcher, the ranks and all that hangs on them; return how many processes that were."""
-        victims = [pid for pid, is_engine in self.processes() if engines_too or not is_engine]
-        for pid in victims:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait(timeout=10)
-        return len(victims)
-
-    def kill_in_a_save(self, *, not_before: int, engines_too: bool) -> Kill:
-        """Kill while a save of step ``not_before`` or later is being written, two steps of training into it."""
-        while True:
-            self.check_deadline()
-            if self.process.poll() is not None:
-                raise DemoError(f"{self.output}: ended before a save could be hit\n{self.tail()}")
-            for attempt in attempts(self.run):
-                step, nbytes = step_of(attempt), bytes_below(attempt)
-                at_step = max(losses(self.run), default=0)
-                if step >= not_before and nbytes > 0 and at_step >= step + 2:
-                    return Kill(engines_too, self.kill(engines_too=engines_too), at_step, step, nbytes)
-            time.sleep(0.002)
-
-
-def attempts(run: Path) -> list[Path]:
-    """The hidden directories of saves that are not published."""
-    return sorted((run / "checkpoints").glob(".step-*.incomplete"))
-
-
-def step_of(directory: Path) -> int:
-    return int(directory.name.lstrip(".").removeprefix("step-").split(".")[0])
-
-
-def bytes_below(directory: Path) -> int:
-    """Bytes of data files that have been written; room is reserved ahead, so their sizes would not tell."""
-    total = 0
-    for file in directory.glob("*.distcp"):
-        with contextlib.suppress(OSError), file.open("rb") as stream:  # files come and go while this looks
-            end = 0
-            with contextlib.suppress(OSError):  # there is no more data
-                while True:
-                    begin = os.lseek(stream.fileno(), end, os.SEEK_DATA)
-                    end = os.lseek(stream.fileno(), begin, os.SEEK_HOLE)
-                    total += end - begin
-    return total
-
-
-def events(run: Path) -> list[dict[str, Any]]:
-    """The log of a run; the last line of a killed one may be cut short."""
-    found = []
-    log = run / "log.jsonl"
-    for line in log.read_text().splitlines() if log.exists() else []:
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return found
-
-
-def losses(run: Path) -> dict[int, list[str]]:
-    """Step → the loss each time the step was made, as hexadecimal floats."""
-    found: dict[int, list[str]] = {}
-    for event in events(run):
-        if event["event"] == "step":
-            found.setdefault(event["step"], []).append(event["loss"])
-    return found
+    directory: Path
+    text: str
+    logits: torch.Tensor
+    """For the prompt; the same, bit for bit, as those of the model that was trained."""
 
 
 def settle(kill: Kill, run: Path, resumed_from: int) -> Kill:
@@ -212,6 +101,39 @@ def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
         return tensor.contiguous().reshape(-1).view(torch.uint8)
 
     return one.keys() == other.keys() and all(torch.equal(raw(one[name]), raw(other[name])) for name in one)
+
+
+def write_from_export(run: Path) -> Written:
+    """Load the newest export of ``run`` in another process and let it write; its logits must be the trained model's."""
+    trained = torch.load(run / "logits.pt", weights_only=True)
+    directory = (run / "hf" / "hf-latest").resolve()
+    if directory.name != f"hf-{trained['step']}":
+        raise DemoError(
+            f"{run}: the newest export is {directory.name}, of a run that ended with step {trained['step']}"
+        )
+    kept = run / "logits-of-export.pt"
+    command = [sys.executable, str(HERE / "generate.py"), str(directory), "--prompt", trained["prompt"]]
+    ended = subprocess.run(
+        [*command, "--logits", str(kept)],
+        capture_output=True,
+        text=True,
+        timeout=RUN_TIMEOUT_S,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        check=False,
+    )
+    if ended.returncode:
+        raise DemoError(f"{directory}: exit status {ended.returncode} of generate.py\n{ended.stderr[-3000:]}")
+    loaded = torch.load(kept, weights_only=True)
+    if not torch.equal(loaded["tokens"], trained["tokens"]):
+        raise DemoError(f"{directory}: its tokenizer reads the prompt as {loaded['tokens'].tolist()}")
+    logits, expected = loaded["logits"], trained["logits"]
+    if logits.dtype != expected.dtype or not same_bits({"logits": logits}, {"logits": expected}):
+        difference = (logits - expected).abs().max().item()
+        raise DemoError(
+            f"{directory}: logits of {logits.dtype} {tuple(logits.shape)} differ from those of the trained model, "
+            f"{expected.dtype} {tuple(expected.shape)}, by up to {difference:g}"
+        )
+    return Written(directory, ended.stdout.rstrip("\n"), logits)
 
 
 def plot(path: Path, a: dict[int, list[str]], pieces: list[dict[int, str]], kills: list[Kill]) -> None:
@@ -268,15 +190,18 @@ def interrupted_run(run: Path) -> list[Kill]:
             f"{kill.bytes_on_disk / 1e6:.1f} MB into the save of step {kill.saving_step}"
         )
     Job(run, "start-3").finish()
-    starts = [event["first"] for event in events(run) if event["event"] == "start"]
+    starts = [event["first"] for event in of_kind(run, "start")]
     if len(starts) != 3:
         raise DemoError(f"{run}: expected 3 starts in the log, found {len(starts)}")
     return [settle(kill, run, first - 1) for kill, first in zip(kills, starts[1:], strict=True)]
 
 
+def of_kind(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in events(run) if event["event"] == kind]
+
+
 def table(a: Path, b: Path, kills: list[Kill]) -> None:
-    saves = [event for event in events(a) if event["event"] == "saved"]
-    steps = [event for event in events(a) if event["event"] == "step"]
+    saves, exports, steps = (of_kind(a, kind) for kind in ("saved", "exported", "step"))
 
     def median_ms(rows: list[dict[str, Any]], key: str) -> float:
         return statistics.median(row[key] for row in rows) * 1e3
@@ -295,6 +220,7 @@ def table(a: Path, b: Path, kills: list[Kill]) -> None:
         ("persisted by the engine in", median_ms(saves, "persist_s"), "ms"),
         ("agreed and published in", median_ms(saves, "commit_s"), "ms"),
         ("a checkpoint", on_disk / 1e6, f"MB   in {len(files)} files"),
+        ("an export, from the same copy, in", median_ms(exports, "persist_s"), "ms   beside training"),
     ]
     print(f"\n   run A, medians over {len(saves)} saves of rank 0 and {len(steps)} steps")
     for what, value, unit in rows:
@@ -311,9 +237,38 @@ def table(a: Path, b: Path, kills: list[Kill]) -> None:
         )
 
 
+def check_directories(a: Path, b: Path) -> tuple[list[Path], list[Path]]:
+    """Checkpoints and exports that both runs have kept; each must be whole, and nothing else may be there."""
+    checkpoints = [path for run in (a, b) for path in sorted((run / "checkpoints").glob("step-*"), key=step_of)]
+    exports = [path for run in (a, b) for path in sorted((run / "hf").glob("hf-[0-9]*"))]
+    damaged = [str(path) for path in checkpoints + exports if not holdfast.open(path).verify().ok]
+    if damaged:
+        raise DemoError(f"do not verify: {damaged}")
+    hidden = [path for run in (a, b) for path in [*run.glob("checkpoints/.step-*"), *run.glob("hf/.hf-*")]]
+    if hidden:
+        raise DemoError(f"left behind: {hidden}")
+    return checkpoints, exports
+
+
+def check_same(a: Path, b: Path) -> tuple[int, int]:
+    """Losses, model and optimizer of both runs must be the same; how many losses and tensors these are."""
+    expected, made = losses(a), losses(b)
+    differ = [step for step in made if any(loss != expected[step][0] for loss in made[step])]
+    if differ or set(made) != set(expected):
+        raise DemoError(f"the curves differ at steps {differ or sorted(set(expected) - set(made))}")
+    last = f"checkpoints/step-{STEPS}"
+    stock_a, stock_b = stock_load(a / last), stock_load(b / last)
+    if not same_bits(stock_a, stock_b):
+        raise DemoError(f"the checkpoints of step {STEPS} differ")
+    captures, saved, exported = of_kind(a, "end")[-1]["captures"], of_kind(a, "saved"), of_kind(a, "exported")
+    if not captures == len(saved) == len(exported):
+        raise DemoError(f"{captures} copies of the state for {len(saved)} checkpoints and {len(exported)} exports")
+    return sum(len(times) for times in made.values()), len(stock_a)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Kill a training job in the middle of a save, twice, and lose nothing."
+        description="Kill a training job in the middle of a save, twice, and lose nothing; use what it exports."
     )
     parser.add_argument("--out", type=Path, default=Path("out/demo"))
     out = parser.parse_args().out
@@ -322,35 +277,28 @@ def main() -> None:
         shutil.rmtree(run, ignore_errors=True)
     begin = time.monotonic()
 
-    print(f"1. Training on 2 ranks for {STEPS} steps, a save every {EVERY}: run A")
+    print(f"1. Run A trains on 2 ranks, {STEPS} steps, a checkpoint and an export every {EVERY}: what B has to equal")
     Job(a, "start-1").finish()
-    print("2. The same again, killed in the middle of a save, twice: run B")
+    print(
+        "2. Run B is the same, killed in the middle of a save, twice: what was captured is published whole, or removed"
+    )
     kills = interrupted_run(b)
+    print("3. B's newest export writes, loaded by transformers alone in a process of its own: anybody can use it")
+    written = write_from_export(b)
+    print("\n".join(f"   | {line}" for line in written.text.splitlines()))
 
     table(a, b, kills)
-    expected, made = losses(a), losses(b)
-    differ = [step for step in made if any(loss != expected[step][0] for loss in made[step])]
-    last = f"checkpoints/step-{STEPS}"
-    stock_a, stock_b = stock_load(a / last), stock_load(b / last)
-    plot(out / "losses.png", expected, pieces_of(b), kills)
-
-    if differ or set(made) != set(expected):
-        raise DemoError(f"the curves differ at steps {differ or sorted(set(expected) - set(made))}")
-    if not same_bits(stock_a, stock_b):
-        raise DemoError(f"the checkpoints of step {STEPS} differ")
-    kept = [path for run in (a, b) for path in sorted((run / "checkpoints").glob("step-*"), key=step_of)]
-    damaged = [str(path) for path in kept if not holdfast.open(path).verify().ok]
-    if damaged:
-        raise DemoError(f"do not verify: {damaged}")
-    leftovers = [path for run in (a, b) for path in (run / "checkpoints").glob(".step-*")]
-    if leftovers:
-        raise DemoError(f"left behind: {leftovers}")
-    compared = sum(len(times) for times in made.values())
+    plot(out / "losses.png", losses(a), pieces_of(b), kills)
+    compared, tensors = check_same(a, b)
+    checkpoints, exports = check_directories(a, b)
+    (_, positions, words), dtype = written.logits.shape, str(written.logits.dtype).removeprefix("torch.")
     print(f"""
    losses equal bit for bit: {compared} of {compared}, repeated steps included
-   final model and optimizer equal bit for bit: {len(stock_a)} tensors, read by stock dcp.load
-   every byte of the {len(kept)} checkpoints that were kept matches its checksum
-   curve: {out / "losses.png"}          {time.monotonic() - begin:.0f} s in all""")
+   final model and optimizer equal bit for bit: {tensors} tensors, read by stock dcp.load
+   logits equal bit for bit: {positions} x {words} {dtype}, of the trained model and of what from_pretrained has loaded
+   one copy of the state served the checkpoint and the export of each step
+   every byte of the {len(checkpoints)} checkpoints and {len(exports)} exports that were kept matches its checksum
+   curve: {out / "losses.png"}   export: {written.directory}   {time.monotonic() - begin:.0f} s in all""")
 
 
 if __name__ == "__main__":

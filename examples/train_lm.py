@@ -1,12 +1,14 @@
-"""Train a byte-level language model with FSDP2 and keep its state with Holdfast.
+"""Train a byte-level language model with FSDP2; keep its state, and export it for Hugging Face, with Holdfast.
 
     torchrun --nproc-per-node=2 examples/train_lm.py --out runs/lm      # two ranks, gloo, CPU
     python examples/train_lm.py --out runs/lm                           # or just one process
+    python examples/generate.py runs/lm/hf/hf-latest                    # at any time: what it has learned
 
 Run the same command again and it goes on where the newest checkpoint stands. The text it learns is the source code of
 the Python standard library of the machine. Dropout, the order of the data, the learning-rate schedule and the clipped
 gradients all depend on state, so a resumed run repeats an uninterrupted one bit for bit only if all of it came back:
-that is what `demo.py` shows. Rank 0 appends to OUT/log.jsonl: one line a step, and one for each save.
+that is what `demo.py` shows. Rank 0 appends to OUT/log.jsonl: one line a step, and one for each checkpoint and export.
+At the end it leaves the model's logits for a prompt in OUT/logits.pt, for others to compare with.
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.distributed.fsdp import fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import holdfast
 
 SIZES = {"tiny": (2, 64), "small": (4, 256), "base": (8, 512)}  # layers, hidden size
+PROMPT = "import os\n\n\ndef "
 
 
 class StdlibText:
@@ -68,14 +72,16 @@ class Log:
         if self.file:
             print(f"step {step:4d}   loss {loss!r:<20}   {seconds * 1e3:6.0f} ms", flush=True)
 
-    def saved(self, handle: holdfast.SaveHandle) -> None:
+    def published(self, handle: holdfast.SaveHandle) -> None:
         stats = handle.stats
+        event = "exported" if Path(handle.path).parent.name == "hf" else "saved"
         times = {"stall_s": stats.stall_s, "staging_s": stats.staging_s, "persist_s": stats.persist_s}
-        self.write(event="saved", step=handle.step, bytes=stats.bytes, commit_s=stats.commit_s, **times)
+        self.write(event=event, step=handle.step, bytes=stats.bytes, commit_s=stats.commit_s, **times)
         if self.file:
             held, persisted = f"{stats.stall_s * 1e3:.1f} ms", f"{stats.persist_s * 1e3:.0f} ms"
             print(
-                f"  saved {handle.step:4d}   {stats.bytes / 1e6:.1f} MB, training held {held}, persisted in {persisted}"
+                f"  {event} {handle.step:4d}   {stats.bytes / 1e6:.1f} MB, training held {held}, "
+                f"persisted in {persisted}"
             )
 
 
@@ -92,6 +98,8 @@ def build(size: str, length: int, seed: int, world: int) -> torch.nn.Module:
         max_position_embeddings=length,
         attention_dropout=0.1,
         use_cache=False,
+        bos_token_id=None,  # every byte may be text
+        eos_token_id=None,
     )
     model = LlamaForCausalLM(config).train()
     if world > 1:
@@ -99,6 +107,26 @@ def build(size: str, length: int, seed: int, world: int) -> torch.nn.Module:
             fully_shard(layer)
         fully_shard(model)
     return model
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each byte, its value: what whoever loads an export needs to feed it text."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # one for each byte; what doesn't print has one above 255
+    unprinted = sorted(set(range(256)) - {ord(letter) for letter in letters})
+    vocabulary = {letter: ord(letter) if ord(letter) < 256 else unprinted[ord(letter) - 256] for letter in letters}
+    made = Tokenizer(models.BPE(vocabulary, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+def keep_logits(model: torch.nn.Module, step: int, path: Path, rank: int) -> None:
+    """What the model that was trained, sharded as it is, makes of a prompt. Every rank calls this."""
+    tokens = torch.tensor([list(PROMPT.encode())])
+    with torch.no_grad():
+        logits = model.eval()(input_ids=tokens).logits
+    if rank == 0:
+        torch.save({"step": step, "prompt": PROMPT, "tokens": tokens, "logits": logits}, path)
 
 
 def mean_over_ranks(value: torch.Tensor, world: int) -> float:
@@ -127,13 +155,20 @@ def train(args: argparse.Namespace, rank: int, world: int) -> None:
         "dataloader": text,
         "train": progress,
     }
-    config = holdfast.CheckpointConfig(
-        every=args.every, keep=holdfast.Keep(last=3), io_limit_bytes_per_s=args.io_limit_bytes_per_s
+    limit = args.io_limit_bytes_per_s
+    config = holdfast.CheckpointConfig(every=args.every, keep=holdfast.Keep(last=3), io_limit_bytes_per_s=limit)
+    # The same steps for `from_pretrained`, made from the copy that the checkpoint is made from.
+    export = holdfast.HFExport(
+        args.out / "hf",
+        every=args.every,
+        keep=holdfast.Keep(last=2),
+        tokenizer=byte_tokenizer(),
+        io_limit_bytes_per_s=limit,
     )
     log = Log(args.out / "log.jsonl" if rank == 0 else None)
-    saves: list[holdfast.SaveHandle] = []
+    handles: list[holdfast.SaveHandle] = []
 
-    with holdfast.CheckpointManager(args.out / "checkpoints", state, config=config) as manager:
+    with holdfast.CheckpointManager(args.out / "checkpoints", state, config=config, exports=[export]) as manager:
         first = (manager.restore() or 0) + 1
         log.write(event="start", first=first, world=world)
 
@@ -150,23 +185,27 @@ def train(args: argparse.Namespace, rank: int, world: int) -> None:
             mean = mean_over_ranks(loss.detach(), world)
 
             before_save = time.perf_counter()
-            saves += manager.step(step, metrics={"loss": mean})
+            handles += manager.step(step, metrics={"loss": mean})
             end = time.perf_counter()
 
             log.step(step, mean, end - begin, end - before_save)
-            while saves and saves[0].done():
-                log.saved(saves.pop(0))
+            while handles and handles[0].done():
+                log.published(handles.pop(0))
 
         manager.wait()
-        for handle in saves:
-            log.saved(handle)
+        for handle in handles:
+            log.published(handle)
+        log.write(event="end", captures=holdfast.statistics()["captures"])
+    keep_logits(model, args.steps, args.out / "logits.pt", rank)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a byte-level language model, with checkpoints by Holdfast.")
-    parser.add_argument("--out", type=Path, required=True, help="directory of the run: checkpoints and log")
+    parser = argparse.ArgumentParser(
+        description="Train a byte-level language model, with checkpoints and exports by Holdfast."
+    )
+    parser.add_argument("--out", type=Path, required=True, help="directory of the run: checkpoints, exports and log")
     parser.add_argument("--steps", type=int, default=200, help="train until this step")
-    parser.add_argument("--every", type=int, default=20, help="save every so many steps")
+    parser.add_argument("--every", type=int, default=20, help="save and export every so many steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--batch", type=int, default=4, help="windows a rank takes each step")

@@ -1,5 +1,7 @@
 """The training example, run as a user would: what it repeats after a restart is what it did before, bit for bit.
 
+And what it exports is the model that it has trained, for whoever has only `transformers`.
+
 The demo does the same with kills, two ranks and more steps; this is the part of it that fits into every test run.
 """
 
@@ -7,21 +9,24 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import holdfast
 
-ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STEPS = 6
 
 
 def train(out: Path) -> None:
-    command = [sys.executable, str(ROOT / "examples" / "train_lm.py"), "--out", str(out), "--steps", str(STEPS)]
+    command = [sys.executable, str(EXAMPLES / "train_lm.py"), "--out", str(out), "--steps", str(STEPS)]
     command += ["--every", "2", "--size", "tiny", "--batch", "2", "--length", "64"]
     environment = {name: value for name, value in os.environ.items() if name not in {"RANK", "WORLD_SIZE"}}
     environment["PYTHONPATH"] = str(Path(holdfast.__file__).parents[1])
@@ -33,19 +38,54 @@ def events(out: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
 
 
-def test_a_restarted_run_repeats_the_steps_it_has_lost(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def restarted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has ended, lost its newest checkpoints, and been started again."""
     pytest.importorskip("transformers")
-    train(tmp_path)
+    out = tmp_path_factory.mktemp("run")
+    train(out)
     for step in (4, 6):
-        shutil.rmtree(tmp_path / "checkpoints" / f"step-{step}")
-    train(tmp_path)
+        shutil.rmtree(out / "checkpoints" / f"step-{step}")
+    train(out)
+    return out
 
-    starts = [event["first"] for event in events(tmp_path) if event["event"] == "start"]
+
+@pytest.fixture
+def one_thread_after_it() -> Iterator[None]:
+    """The example decides how many threads torch has."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_restarted_run_repeats_the_steps_it_has_lost(restarted: Path) -> None:
+    starts = [event["first"] for event in events(restarted) if event["event"] == "start"]
     assert starts == [1, 3]
-    losses = [(event["step"], event["loss"]) for event in events(tmp_path) if event["event"] == "step"]
+    losses = [(event["step"], event["loss"]) for event in events(restarted) if event["event"] == "step"]
     once, again = losses[:STEPS], losses[STEPS:]
     assert [step for step, _ in once] == list(range(1, STEPS + 1))
     assert again == once[2:]
     assert len({loss for _, loss in once}) == STEPS, "a model that does not learn proves nothing"
-    saved = [event["step"] for event in events(tmp_path) if event["event"] == "saved"]
-    assert saved == [2, 4, 6, 4, 6]
+    for kind in ("saved", "exported"):
+        assert [event["step"] for event in events(restarted) if event["event"] == kind] == [2, 4, 6, 4, 6]
+    ends = [event["captures"] for event in events(restarted) if event["event"] == "end"]
+    assert ends == [3, 2], "a checkpoint and an export of the same step share one copy of the state"
+
+
+@pytest.mark.usefixtures("one_thread_after_it")
+def test_what_it_exports_writes_by_transformers_alone(
+    restarted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest, kept = restarted / "hf" / "hf-latest", restarted / "kept.pt"
+    assert newest.resolve().name == f"hf-{STEPS}"
+    trained = torch.load(restarted / "logits.pt", weights_only=True)
+    arguments = [str(newest), "--prompt", trained["prompt"], "--tokens", "8", "--logits", str(kept)]
+    monkeypatch.setattr(sys, "argv", ["generate.py", *arguments])
+    runpy.run_path(str(EXAMPLES / "generate.py"), run_name="__main__")
+
+    loaded = torch.load(kept, weights_only=True)
+    assert trained["step"] == STEPS
+    assert loaded["tokens"].tolist() == trained["tokens"].tolist() == [list(trained["prompt"].encode())]
+    assert loaded["logits"].dtype == trained["logits"].dtype == torch.float32
+    assert torch.equal(loaded["logits"], trained["logits"])
+    assert capsys.readouterr().out.startswith(trained["prompt"])
