@@ -173,7 +173,8 @@ class Keeper:
     def resumed_from(self, step: int | None) -> None:
         """The state is that of ``step`` from now on (None: of none here)."""
         with self._lock:
-            self._origin = self._needed = step
+            self._origin = step
+            self._needed = step if self._kind == "checkpoint" else None
             self._lineage = None
 
     # What a run publishes. ---------------------------------------------------------------------------------------

@@ -432,6 +432,21 @@ def test_retention_of_checkpoints_leaves_exports_alone_and_the_other_way_round(m
     assert exports.candidates(7) == [(7, "step-7")]
 
 
+def test_nothing_is_kept_for_a_run_that_went_on_from_its_step(mixed, sample):
+    """It went on from the checkpoint of that step: retention of exports has no reason to keep the export."""
+    keeper = Keeper(mixed, "hf-{step}", Keep(last=1), kind="export")
+    keeper.resumed_from(7)
+    extra, replaces = keeper.place(8, "hf-8", ())
+    assert not replaces
+    plan = make_export(sample.parts, step=8)
+    assert isinstance(export_on_ranks([mixed] * WORLD, sample, plan=plan)[0], Published)
+    keeper.note_published(8, "hf-8", extra, resumable=False)
+    removed = []
+    keeper.apply_retention(8, removed.append)
+    assert [name.split(".")[1] for name in removed] == ["hf-7"]
+    assert not mixed.exists("hf-7")
+
+
 def test_a_checkpoint_never_takes_the_place_of_an_export(mixed):
     keeper = Keeper(mixed, "step-{step}", None)
     with pytest.raises(CheckpointExists, match="not a checkpoint that Holdfast made"):
