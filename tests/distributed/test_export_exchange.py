@@ -168,13 +168,10 @@ def export(case: Case, root: Path, *, bucket_bytes: int) -> RankPlan:
     return mine
 
 
-_opened = iter(range(1000))
-
-
 def open_exchange() -> Exchange:
-    purpose = f"export-{next(_opened)}"
-    group = open_group(None, purpose=purpose)
-    return Exchange.over_gloo(group.board, compat.store_of(dist.group.WORLD), f"holdfast-links/{purpose}", grace_s=1.0)
+    # The group's own numbers are alike on all its ranks. A count of this module's isn't: some ranks stand by in jobs.
+    group = open_group(None, purpose="export")
+    return Exchange.over_gloo(group.board, group.store, f"{group.prefix}/links", grace_s=1.0)
 
 
 def exports_what_safetensors_saves(root: Path) -> None:
