@@ -244,6 +244,14 @@ def test_fp8_with_block_scales(state: State) -> None:
     assert made.shape == weight.shape and scale.shape == scales.shape
 
 
+def test_fp8_leaves_what_it_is_told_to(state: State) -> None:
+    mapping = compile_key_map([Fp8(r"w[qkv]\.", leave=[r"wk\."])], sources_of(state), fp32_keys=[r"wk\."])
+    dtypes = {tensor.name: tensor.dtype for tensor in mapping.tensors}
+    assert dtypes["model.layers.0.attention.wq.weight"] == "float8_e4m3fn"
+    assert dtypes["model.layers.0.attention.wk.weight"] == "float32"
+    assert "model.layers.0.attention.wk.weight_scale_inv" not in dtypes
+
+
 @pytest.mark.parametrize(
     ("key_map", "says"),
     [

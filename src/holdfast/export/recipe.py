@@ -123,7 +123,7 @@ class Recipe:
         order += [name for name in there if name not in known]
         key_map, dtype = self._export.key_map, self._export.dtype
         if self._is_fp8:
-            key_map = [key_map, Fp8(_QUANTIZED)]
+            key_map = [key_map, Fp8(_QUANTIZED, leave=self._export.fp32_keys)]
             dtype = None
         mapping = compile_key_map(
             key_map,

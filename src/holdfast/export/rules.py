@@ -274,15 +274,17 @@ class Fp8:
 
     Of a matrix ``x.weight`` the export has ``x.weight`` in float8_e4m3fn and right behind it ``x.weight_scale_inv``:
     element [i, j] is what block [i, j]'s elements are to be multiplied by, its largest absolute value / 448. Blocks at
-    the edges may be smaller. Only renames may follow.
+    the edges may be smaller. Only renames may follow. ``leave``: patterns of names that are left as they are.
     """
 
     pattern: str
     block: tuple[int, int] = (128, 128)
     scale_suffix: str = "_scale_inv"
+    leave: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        check_pattern(self, self.pattern)
+        for pattern in (self.pattern, *self.leave):
+            check_pattern(self, pattern)
         block: Sequence[int] = self.block
         if len(block) != 2 or min(block) < 1:
             raise refused(self, "`block` is how many rows and columns share a scale, at least 1 each")
@@ -293,6 +295,8 @@ class Fp8:
         found = matches(self, self.pattern, state)
         made = dict(state)
         for name in found:
+            if any(re.search(pattern, name) for pattern in self.leave):
+                continue
             tensor = state[name]
             if tensor.dim() != 2 or not tensor.is_floating_point():
                 raise refused(
