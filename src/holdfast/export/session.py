@@ -65,8 +65,11 @@ _log = logging.getLogger("holdfast")
 class Ticket:
     """One export that is due: its place in the order, and a `Taker` of the capture that it is made from."""
 
-    def __init__(self, step: int | None, name: str, handle: SaveHandle, stock: LastStock, *, overwrite: bool) -> None:
-        self.step, self.name, self.handle, self.overwrite = step, name, handle, overwrite
+    def __init__(
+        self, number: int, step: int | None, name: str, handle: SaveHandle, stock: LastStock, *, overwrite: bool
+    ) -> None:
+        """number: of this export among those of its exporter, the same on every rank."""
+        self.number, self.step, self.name, self.handle, self.overwrite = number, step, name, handle, overwrite
         self._stock = stock
         self.extra: Mapping[str, Any] = {}
         """Of its manifest."""
@@ -188,7 +191,9 @@ class Exporter:
         config = self._config
         self._pending = [handle for handle in self._pending if not handle.done()]
         one_s = config.stage_timeout + config.persist_timeout + 2 * config.commit_timeout
+        self._number += 1
         ticket = Ticket(
+            self._number,
             step,
             name,
             SaveHandle(
@@ -257,6 +262,19 @@ class Exporter:
         ticket.handle.finish(outcome, stage="failed" if failed else "published")  # type: ignore[arg-type]
 
     def _take(self, ticket: Ticket) -> Path:
+        key = f"export/{self._session}/{ticket.number}"
+        try:
+            self._wait_answered(ticket)
+            if ticket.error is None:
+                return self._deliver(ticket, key)
+        except BaseException:
+            # However little of it this rank has seen: others may have begun, and make new links for the next.
+            if self._exchange is not None:
+                self._exchange.give_up(key)
+            raise
+        raise ticket.error  # on every rank: nobody has begun
+
+    def _wait_answered(self, ticket: Ticket) -> None:
         config = self._config
         limit_s = 2 * config.stage_timeout + config.persist_timeout + config.commit_timeout
         if not ticket.wait(limit_s):
@@ -265,10 +283,6 @@ class Exporter:
                 waited_for="a capture",
                 timeout_s=limit_s,
             )
-        if ticket.error is not None:
-            raise ticket.error
-        self._number += 1
-        return self._deliver(ticket, f"export/{self._session}/{self._number}")
 
     def _deliver(self, ticket: Ticket, key: str) -> Path:
         """Publish the export and return its path; else raise what every rank raises."""
@@ -297,12 +311,9 @@ class Exporter:
 
         outcome, commit_s = self._carrier.carry(attempt, persist)
         handle.add_stats(commit_s=commit_s)
-        if self._exchange is not None and self._group.world > 1:
-            if isinstance(outcome, Aborted):
-                self._exchange.give_up(key)
-            if self._group.rank == 0:
-                with contextlib.suppress(HoldfastError):
-                    self._exchange.forget(key)
+        if self._exchange is not None and self._group.rank == 0:
+            with contextlib.suppress(HoldfastError):
+                self._exchange.forget(key)
         if isinstance(outcome, Aborted):
             raise outcome.reason.error(step=step)
         if self._group.rank == 0 and self._managed:
