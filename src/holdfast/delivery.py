@@ -172,11 +172,17 @@ class Carrier:
                 rank = self._group.rank
                 return ManifestReport(rank, report_name(rank), found.size, found.digest, found.nbytes, found.parts)
 
-    def carry(self, attempt: Attempt, persist: Callable[[], ManifestReport]) -> tuple[Outcome, float]:
+    def carry(
+        self,
+        attempt: Attempt,
+        persist: Callable[[], ManifestReport],
+        *,
+        before_publish: Callable[[], None] | None = None,
+    ) -> tuple[Outcome, float]:
         """From begun to its end: what became of the attempt, and the seconds since this rank had ``persist`` behind it.
 
         ``persist`` returns once the rank's report is durable; what it raises is a vote to give the attempt up, which is
-        cast once the engine can't report any more. Raises `OutcomeUnknown`.
+        cast once the engine can't report any more. ``before_publish``: see `Attempt.settle`. Raises `OutcomeUnknown`.
         """
         unreported: AbortReason | None = None
         try:
@@ -188,7 +194,7 @@ class Carrier:
             attempt.report(report)
         reported = time.perf_counter()
         try:
-            outcome = attempt.settle(unreported=unreported)
+            outcome = attempt.settle(unreported=unreported, before_publish=before_publish)
         finally:  # whatever became of it: what is in the trash is durably out of sight
             for name in attempt.trash:
                 self.remove(name)

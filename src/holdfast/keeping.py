@@ -151,6 +151,11 @@ class Keeper:
         found = self._in_order(published(self._storage, self._template))
         return found[-1].step if found else None
 
+    def newest_name(self, *, besides: str = "") -> str | None:
+        """The name of the newest that can be read, by the order of ``lineage``, ``besides`` left out."""
+        found = self._in_order(published(self._storage, self._template))
+        return next((row.name for row in reversed(found) if row.error is None and row.name != besides), None)
+
     def _in_order(self, rows: Iterable[tuple[int, str]]) -> list[Found]:
         return oldest_first(self._storage, rows, kind=self._kind)
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import torch
 
 SHARD_BYTES: Final = 5 * 2**30
-LATEST_LINK: Final = "hf-latest"
 _OWNER: Final = "HFExport"
 
 

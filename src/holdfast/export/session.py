@@ -27,8 +27,8 @@ from holdfast import events
 from holdfast.delivery import Carrier, deadlines_of, plan_attempt
 from holdfast.engine.client import EngineClient
 from holdfast.engine.messages import FileRow
-from holdfast.errors import ConfigError, DeadlineExceeded, HoldfastError
-from holdfast.export.hf_export import LATEST_LINK
+from holdfast.errors import DeadlineExceeded, HoldfastError
+from holdfast.export.latest_link import LatestLink
 from holdfast.export.making import make_image
 from holdfast.export.material import CapturedState, LastStock
 from holdfast.format.manifest import RankIndex, encode_index
@@ -134,6 +134,9 @@ class Exporter:
         self._keeper = Keeper(self._storage, export.name_template, export.keep, kind="export")
         self._managed = managed
         self._engine = EngineClient(group.rank, **limits_of(export), orphan_grace_s=ORPHAN_GRACE_S)
+        self._link: LatestLink | None = None
+        if managed and export.latest_link and group.rank == 0:
+            self._link = LatestLink(self._storage, self._keeper)
         self._lock: RootLock | None = None
         self._trash: list[str] = []
         if group.rank == 0 and managed:
@@ -141,6 +144,8 @@ class Exporter:
             self._lock = RootLock.acquire(self._root)
             try:
                 _, self._trash = settle_root(self._storage, timeout_s=config.persist_timeout)
+                if self._link is not None:
+                    self._link.settle()
             except BaseException:
                 self._lock.release()
                 raise
@@ -309,12 +314,18 @@ class Exporter:
                 raise failure
             return self._persist(ticket, attempt, key)
 
-        outcome, commit_s = self._carrier.carry(attempt, persist)
+        def reported() -> None:
+            if self._link is not None:
+                self._link.move_from(attempt.name)
+
+        outcome, commit_s = self._carrier.carry(attempt, persist, before_publish=reported)
         handle.add_stats(commit_s=commit_s)
         if self._exchange is not None and self._group.rank == 0:
             with contextlib.suppress(HoldfastError):
                 self._exchange.forget(key)
         if isinstance(outcome, Aborted):
+            if self._link is not None:
+                self._link.settle()
             raise outcome.reason.error(step=step)
         if self._group.rank == 0 and self._managed:
             self._after_publish(ticket, attempt)
@@ -405,19 +416,8 @@ class Exporter:
         """On rank 0: retention, and the link. What goes wrong is logged: the export stands."""
         try:
             self._keeper.note_published(ticket.step, attempt.name, ticket.extra, resumable=False)
-            if self.export.latest_link:
-                self._link(attempt.name)
+            if self._link is not None:
+                self._link.point_to(attempt.name)
             self._keeper.apply_retention(ticket.step, self._carrier.remove)
         except Exception:  # noqa: BLE001 - see above
             _log.exception("after the export of step %s to %s", ticket.step, attempt.name)
-
-    def _link(self, name: str) -> None:
-        """``hf-latest`` names the new export at once: readers find the old or the new one."""
-        link, fresh = os.path.join(self._root, LATEST_LINK), os.path.join(self._root, f".{LATEST_LINK}.new")
-        if os.path.lexists(link) and not os.path.islink(link):
-            raise ConfigError(f"{link} is no link: move it away, or export with latest_link=False", field="latest_link")
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(fresh)
-        os.symlink(name, fresh)
-        os.replace(fresh, link)
-        self._storage.sync_dir("")
