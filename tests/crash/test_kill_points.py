@@ -20,7 +20,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -53,6 +53,8 @@ class Family:
     kind: str
     few: int
     at_once: int = 2
+    module: str = "kill_job"
+    """Where its program is."""
 
     def __str__(self) -> str:
         return f"{self.program}, {self.world} rank{'s' if self.world > 1 else ''}, {self.kind}"
@@ -82,14 +84,14 @@ class Job:
     ) -> None:
         self.family, self.act, self.home = family, act, home
         self.root, self.outcome_path = home / "root", home / "outcome"
-        shutil.copytree(template, self.root)
+        shutil.copytree(template, self.root, symlinks=True)
         self.store: dist.TCPStore | None = None
         env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         if family.world > 1 and family.kind == "kill":  # as under torchrun: the store survives rank 0
             self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             env.update(MASTER_PORT=str(self.store.port), TORCHELASTIC_USE_AGENT_STORE="True")
         arguments = {
-            "program": ["kill_job", family.program],
+            "program": [family.module, family.program],
             "arguments": {"root": str(self.root)},
             "outcome": str(self.outcome_path),
             "root": str(self.root),
@@ -199,7 +201,7 @@ def check_survivors(family: Family, act: Act, outcome: Outcome) -> None:
     for number, status in enumerate(outcome.status):
         killed = family.kind == "kill all" or (role == "trainer" and str(number) == rank)
         assert status == (-9 if killed else 0), f"rank {number} ended with {status}"
-    if family.kind == "kill" and role != "trainer" and family.program == "saves":
+    if family.kind == "kill" and role != "trainer" and family.program in ("saves", "exports"):
         failed = [event for event in outcome.told("told", rank=0) if event["error"] is not None]
         assert len(failed) <= 1, f"the save after an engine's death failed as well: {failed}"
 
@@ -231,9 +233,19 @@ def choose(points: list[Point], few: int) -> list[Point]:
 
 
 def run_all(
-    nursery: Nursery, family: Family, template: Path, acts: list[Act], home: Path, **options: object
+    nursery: Nursery,
+    family: Family,
+    template: Path,
+    acts: list[Act],
+    home: Path,
+    *,
+    check: Callable[[Family, Act, Job], tuple[bool, int]] = check,
+    **options: object,
 ) -> tuple[Counter[str], int]:
-    """Try every act; what was reached by role and call, and how many attempts were rolled forward."""
+    """Try every act; what was reached by role and call, and how many attempts were rolled forward.
+
+    check: called for each job that has been started; whether it got that far, and how many it found rolled forward.
+    """
     reached: Counter[str] = Counter()
     rolled_forward = 0
     waiting = list(enumerate(acts))
