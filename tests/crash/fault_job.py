@@ -1,4 +1,4 @@
-"""A job that goes on saving while its supervisor has system calls fail; for test_fault_points.py.
+"""A job that goes on saving, or exporting, while its supervisor has system calls fail; for test_fault_points.py.
 
 A window is one save and what it has removed; after each window comes a save that nothing happens to.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import export_job
 import torch.distributed as dist
 from kill_job import begin, build, fill, settings, tell
 from supervised import Reins
@@ -25,44 +27,67 @@ def faults(root: str, windows: list[str]) -> None:
     reins, world = begin()
     state = build(world)
     with holdfast.CheckpointManager(root, state, config=settings()) as manager:
-        for number, window in enumerate(windows):
-            with reins.window(window):
-                saved = _save(manager, state, 2 * number + 1)
-                _wait_removed(root)
-            if world > 1:
-                dist.barrier()  # the window is shut when the last rank says so
-            _look(reins, manager, *saved, window)  # whose own reads are not to fail
-            _look(reins, manager, *_save(manager, state, 2 * number + 2), "")
-            if world > 1:
-                dist.barrier()  # nor is the next one to open before all have looked
+
+        def save(step: int) -> holdfast.SaveHandle:
+            fill(state, step)
+            return manager.save(step)
+
+        _go_on(reins, world, windows, manager, root, save)
+
+
+def export_faults(root: str, windows: list[str]) -> None:
+    """Export in each window, and once more behind it."""
+    reins, world = begin()
+    state = export_job.build(world)
+    with export_job.manager_of(root, state, every=None) as manager:
+
+        def export(step: int) -> holdfast.SaveHandle:
+            export_job.fill(state, step)
+            return manager.step(step)[0]
+
+        _go_on(reins, world, windows, manager, f"{root}/hf", export)
+
+
+def _go_on(
+    reins: Reins,
+    world: int,
+    windows: list[str],
+    manager: holdfast.CheckpointManager,
+    place: str,
+    save: Callable[[int], holdfast.SaveHandle],
+) -> None:
+    """``save`` in each window and behind it; ``place`` is where that goes to."""
+    for number, window in enumerate(windows):
+        with reins.window(window):
+            saved = _ended(manager, save, 2 * number + 1)
+            _wait_removed(place)
+        if world > 1:
+            dist.barrier()  # the window is shut when the last rank says so
+        _look(reins, *saved, window)  # whose own reads are not to fail
+        _look(reins, *_ended(manager, save, 2 * number + 2), "")
+        if world > 1:
+            dist.barrier()  # nor is the next one to open before all have looked
     reins.note("closed")
     if world > 1:
         dist.destroy_process_group()
 
 
-def _save(
-    manager: holdfast.CheckpointManager, state: dict[str, object], step: int
+def _ended(
+    manager: holdfast.CheckpointManager, save: Callable[[int], holdfast.SaveHandle], step: int
 ) -> tuple[holdfast.SaveHandle, BaseException | None, float]:
-    fill(state, step)
     began = time.monotonic()
-    handle = manager.save(step)
+    handle = save(step)
     error = handle.exception(60)
     seconds = time.monotonic() - began
     manager.wait_staged()
     return handle, error, seconds
 
 
-def _look(
-    reins: Reins,
-    manager: holdfast.CheckpointManager,
-    handle: holdfast.SaveHandle,
-    error: BaseException | None,
-    seconds: float,
-    window: str,
-) -> None:
+def _look(reins: Reins, handle: holdfast.SaveHandle, error: BaseException | None, seconds: float, window: str) -> None:
     """Tell what came of a save: what its handle says, and what is there."""
-    visible = handle.step in manager.steps()
-    whole = visible and holdfast.open(Path(handle.path)).verify().ok
+    path = Path(handle.path)
+    visible = path.exists()
+    whole = visible and holdfast.open(path).verify().ok
     tell(reins, error, step=handle.step, window=window, seconds=seconds, visible=visible, whole=whole)
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import syscalls
 from syscalls import CHANGING, CONTROL, TALKING, Call
 
-_STEP = re.compile(r"step-\d+")
+_STEP = re.compile(r"(step|hf)-\d+")
 SETTLE_S = 20.0
 """How long engines may outlive the last of their trainers here."""
 
@@ -244,7 +244,7 @@ class _Supervisor:
             if call.name == "openat" and target.startswith("/"):
                 return None  # an import
             if self.alike:
-                target = _STEP.sub("step-N", target)
+                target = _STEP.sub(r"\1-N", target)
         role = self._role(call.tid, self.listeners[listener])
         self.numbers[role, call.name, target] += 1
         return Point(role, call.name, target, self.numbers[role, call.name, target])

@@ -16,17 +16,20 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import export_job
 import pytest
 import syscalls
+from export_job import manager_of, write_assets
 from kill_job import COMMIT_S, PERSIST_S, STAGE_S, build, settings
 from nursery import Nursery
 from processes import free_port
 from supervised import Act, Outcome, Point
+from test_export_kills import LINK, visible_exports
 from test_kill_points import CHOICE, Family, make_template, show, visible  # noqa: F401 - a fixture
 
 import holdfast
@@ -89,9 +92,13 @@ def faults_at(points: list[Point]) -> list[tuple[Point, str, int]]:
     return found
 
 
+BESIDE = ("model-", "model.", "config.json", "tokenizer.json", "tool.jinja")
+"""How the names of an export's files begin."""
+
+
 def _creates(point: Point) -> bool:
     name = point.target.rpartition("/")[2]
-    return name.startswith((".plan", ".metadata", "__", ".rank", ".lease", "holdfast.json", "lock"))
+    return name.startswith((".plan", ".metadata", "__", ".rank", ".lease", "holdfast.json", "lock", *BESIDE))
 
 
 def choose(found: list[Any], few: int) -> list[Any]:
@@ -134,6 +141,27 @@ def check_leftovers(root: Path) -> None:
     assert sorted(os.listdir(root)) == sorted([".holdfast", *visible(root)])
 
 
+def check_leftovers_of_exports(root: Path) -> None:
+    with manager_of(root, export_job.build()):
+        pass
+    exports = visible_exports(root)
+    assert sorted(os.listdir(root / "hf")) == sorted([".holdfast", LINK, *exports])
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is made to fail: a program of fault_job.py, on roots that are prepared for it, and looked at at the end."""
+
+    program: str
+    name: str
+    prepare: Callable[[Path], None]
+    check_leftovers: Callable[[Path], None]
+
+
+SAVES = Work("faults", "a save", lambda _root: None, check_leftovers)
+EXPORTS = Work("export_faults", "an export", write_assets, check_leftovers_of_exports)
+
+
 @pytest.mark.timeout(3600 if CHOICE else 120)
 @pytest.mark.parametrize(("world", "few"), [(1, 20), (2, 8)], ids=["1 rank", "2 ranks"])
 def test_every_changing_call_of_a_save_fails(
@@ -144,18 +172,41 @@ def test_every_changing_call_of_a_save_fails(
     show: list[str],  # noqa: F811
     tried: Counter[str],
 ) -> None:
+    show.append(fail_calls(SAVES, world, few, nursery, tmp_path, tried))
+
+
+@pytest.mark.timeout(7200 if CHOICE else 120)
+@pytest.mark.parametrize(
+    ("world", "few"), [(1, 6), pytest.param(2, 6, marks=pytest.mark.slow)], ids=["1 rank", "2 ranks"]
+)
+def test_every_changing_call_of_an_export_fails(
+    world: int,
+    few: int,
+    nursery: Nursery,
+    tmp_path: Path,
+    show: list[str],  # noqa: F811
+    tried: Counter[str],
+) -> None:
+    """And ``hf-latest`` names a whole one all the while."""
+    show.append(fail_calls(EXPORTS, world, few, nursery, tmp_path, tried))
+
+
+def fail_calls(work: Work, world: int, few: int, nursery: Nursery, tmp_path: Path, tried: Counter[str]) -> str:
+    """Have the changing calls of ``work`` fail, and look at what comes of each; returns what to show."""
     began = time.monotonic()
     home = tmp_path / "points"
-    points = launch(nursery, "faults", home, home / "root", [], ["a", "b"], world).seen["b"]
+    work.prepare(home / "root")
+    points = launch(nursery, work.program, home, home / "root", [], ["a", "b"], world).seen["b"]
     every = faults_at(points)
     chosen = choose(every, few)
     ended: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
     for start in range(0, len(chosen), PER_JOB):
         home, rows = tmp_path / str(start), chosen[start : start + PER_JOB]
+        work.prepare(home / "root")
         acts = [Act(*row, window=str(number)) for number, row in enumerate(rows)]
         windows = ["first", *(act.window for act in acts)]  # the first save of a job has other calls
-        outcome = launch(nursery, "faults", home, home / "root", acts, windows, world)
+        outcome = launch(nursery, work.program, home, home / "root", acts, windows, world)
         for act in acts:
             told = [event for event in outcome.told("told") if event["window"] == act.window]
             assert len(told) == world
@@ -164,16 +215,16 @@ def test_every_changing_call_of_a_save_fails(
             kinds[f"{act.kind} {NAMES.get(act.errno, '')}".strip()] += act.window in outcome.hit
         for event in outcome.told("told"):
             assert event["window"] or (event["error"] is None and event["whole"]), f"the save after a fault: {event}"
-        check_leftovers(home / "root")
+        work.check_leftovers(home / "root")
         shutil.rmtree(home)
     missed = ended.pop("not reached", 0)
-    show.append(
-        f"faults (a save, {world} rank{'s' if world > 1 else ''}): {sum(ended.values())} of {len(every)} tried at "
+    assert missed <= 1 + len(chosen) // 20
+    tried["faults (an error, or less than asked, of a system call)"] += sum(ended.values())
+    return (
+        f"faults ({work.name}, {world} rank{'s' if world > 1 else ''}): {sum(ended.values())} of {len(every)} tried at "
         f"{len({point for point, _, _ in chosen})} calls, {missed} not reached, {time.monotonic() - began:.0f} s; "
         f"ended {dict(ended)}\n  {dict(kinds)}"
     )
-    assert missed <= 1 + len(chosen) // 20
-    tried["faults (an error, or less than asked, of a system call)"] += sum(ended.values())
 
 
 @pytest.mark.timeout(3600 if CHOICE else 120)
