@@ -12,6 +12,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.distributed.tensor import DTensor
 import holdfast
 
 WIDTH = 112
+EXPORT_EVERY = 4
 _events = Path(os.devnull)
 
 
@@ -79,6 +81,11 @@ class Training:
         self.optimizer.zero_grad()
         self.progress["samples"] += 4
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What an export holds now; every rank calls it."""
+        held = self.model.state_dict()
+        return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in held.items()}
+
     def digest(self) -> str:
         """Of every byte this rank trains on."""
         hasher = xxhash.xxh3_128()
@@ -91,6 +98,15 @@ class Training:
         generators = (random.getstate(), np.random.get_state()[1].tolist())
         hasher.update(repr((generators, self.samples.state_dict(), self.progress)).encode())
         return hasher.hexdigest()
+
+
+def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Of their names and bytes."""
+    hasher = xxhash.xxh3_128()
+    for name, tensor in sorted(tensors.items()):
+        hasher.update(name.encode())
+        hasher.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return hasher.hexdigest()
 
 
 def start(log: str) -> tuple[int, int]:
@@ -114,11 +130,16 @@ def note(event: str, **fields: Any) -> None:
         os.close(fd)
 
 
-def note_end(handle: holdfast.SaveHandle) -> None:
-    """What this rank was told of a save."""
+def note_end(handle: holdfast.SaveHandle, event: str = "told") -> None:
+    """What this rank was told of a save; ``exported``: of an export."""
     error = handle.exception()
     kind = None if error is None else type(error).__name__
-    note("told", step=handle.step, attempt=handle.attempt, error=kind, message=str(error or ""))
+    note(event, step=handle.step, attempt=handle.attempt, error=kind, message=str(error or ""))
+
+
+def exports_of(root: str | os.PathLike[str]) -> Path:
+    """Where a job that saves to ``root`` exports to."""
+    return Path(f"{os.fspath(root)}-hf")
 
 
 def hidden_entries(root: str) -> list[str]:
@@ -137,21 +158,25 @@ def reference(log: str, steps: int) -> None:
     training = Training(rank, world)
     for step in range(1, steps + 1):
         training.step()
-        note("step", step=step, digest=training.digest())
+        weights = digest_of(training.weights()) if step % EXPORT_EVERY == 0 else None
+        note("step", step=step, digest=training.digest(), weights=weights)
     if world > 1:
         dist.destroy_process_group()
 
 
 def main(root: str, log: str, steps: int, io_limit_bytes_per_s: int | None = None) -> None:
-    """Resume, then train until step ``steps``, saving every second step."""
+    """Resume, then train until step ``steps``, saving every second step and exporting every fourth."""
     rank, world = start(log)
     training = Training(rank, world)
     settings = config(every=2, on_error="warn", io_limit_bytes_per_s=io_limit_bytes_per_s)
-    with holdfast.CheckpointManager(root, training.state, config=settings) as manager:
+    export = holdfast.HFExport(
+        exports_of(root), every=EXPORT_EVERY, keep=holdfast.Keep(last=2), io_limit_bytes_per_s=io_limit_bytes_per_s
+    )
+    with holdfast.CheckpointManager(root, training.state, config=settings, exports=[export]) as manager:
         report = manager.recovered
         note(
             "ready",
-            hidden=hidden_entries(root),
+            hidden=hidden_entries(root) + hidden_entries(os.fspath(exports_of(root))),
             rolled_forward=list(report.rolled_forward) if report else [],
             removed=list(report.removed) if report else [],
         )
@@ -160,9 +185,10 @@ def main(root: str, log: str, steps: int, io_limit_bytes_per_s: int | None = Non
         for step in range((first or 0) + 1, steps + 1):
             training.step()
             note("step", step=step, digest=training.digest())
-            for handle in manager.step(step):
-                note("saving", step=step)
-                handle.add_done_callback(note_end)
+            for event, handle in zip(("told", "exported"), manager.step(step), strict=False):
+                if event == "told":
+                    note("saving", step=step)
+                handle.add_done_callback(lambda ended, event=event: note_end(ended, event))
     note("closed")
     if world > 1:
         dist.destroy_process_group()

@@ -1,8 +1,9 @@
 """A job of two ranks that saves all the time is killed at random moments, and started again, and killed again.
 
 After every kill, before anything is started: what is visible is whole, and nothing is visible whose save was announced
-as failed. After every start: nothing is left behind, the newest published step came back, and each rank's state is to
-the last bit that of a job which was never interrupted.
+as failed; so are the exports of some steps, which hold what an uninterrupted job has at these. After every start:
+nothing is left behind, the newest published step came back, and each rank's state is to the last bit that of a job
+which was never interrupted.
 
 HOLDFAST_KILLS says how many kills (5), HOLDFAST_KILL_SEED repeats a run's choices, as far as the machine repeats.
 """
@@ -25,8 +26,10 @@ from typing import Any
 import pytest
 from nursery import HERE, Child, Nursery, environment
 from processes import Log, engines_of, free_port, is_gone
+from saving_job import digest_of, exports_of
 
 import holdfast
+from holdfast.export.hf_verify import verify_export
 
 KILLS = int(os.environ.get("HOLDFAST_KILLS", "5"))
 SEED = int(os.environ.get("HOLDFAST_KILL_SEED", str(random.SystemRandom().randrange(1 << 32))))
@@ -59,7 +62,19 @@ class Tally:
     lags: Counter[int] = field(default_factory=Counter)
     """By how many steps of training a start had to go back."""
     resumed: int = 0
+    exports: int = 0
+    """Looked at."""
     seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a job is like that nobody disturbs."""
+
+    digests: list[dict[int, str]]
+    """By rank: of its whole state, by step."""
+    weights: dict[int, str]
+    """Of what an export holds, by step."""
 
 
 def wait_until(happened: Callable[[], bool], what: str, timeout_s: float, *, job: Job) -> None:
@@ -183,8 +198,9 @@ class Job:
 class Life:
     """One root with all the starts that it sees."""
 
-    def __init__(self, home: Path, expected: list[dict[int, str]]) -> None:
+    def __init__(self, home: Path, expected: Expected) -> None:
         self.home, self.root, self.log = home, home / "root", home / "events"
+        self.exports = exports_of(self.root)
         self.home.mkdir()
         self.logs = [Log(self.log, rank) for rank in range(WORLD)]
         self.expected = expected
@@ -217,7 +233,23 @@ class Life:
         for rank, log in enumerate(self.logs):
             for event in log.events("step", "restored"):
                 if event["step"] is not None:
-                    assert event["digest"] == self.expected[rank][event["step"]], f"rank {rank}, {event}"
+                    assert event["digest"] == self.expected.digests[rank][event["step"]], f"rank {rank}, {event}"
+
+    def check_exports(self) -> int:
+        """Those that can be seen are whole, of their step and not announced as failed; returns how many there are."""
+        told = [event for log in self.logs for event in log.events("exported")]
+        failed = {event["attempt"] for event in told if event["error"] not in (None, "OutcomeUnknown")}
+        names = {path.name for path in self.exports.glob("hf-*") if not path.is_symlink()}
+        for name in names:
+            export = holdfast.open(self.exports / name)
+            assert export.verify().ok, name
+            assert verify_export(str(self.exports / name)) == ()
+            assert export.manifest.attempt not in failed, f"{name} had been announced as failed"
+            held = {tensor: export.read(tensor) for tensor in export.tensors}
+            assert digest_of(held) == self.expected.weights[int(name.removeprefix("hf-"))], name
+        link = self.exports / "hf-latest"
+        assert not link.is_symlink() or os.readlink(link) in names, f"{os.readlink(link)} of {names}"
+        return len(names)
 
     def check_orphans(self) -> None:
         now = time.monotonic()
@@ -256,8 +288,8 @@ def nursery() -> Iterator[Nursery]:
 
 
 @pytest.fixture(scope="module")
-def expected(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, str]]:
-    """Step → digest, by rank, of a job that nobody disturbs."""
+def expected(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Expected:
+    """Of a job that nobody disturbs."""
     home = tmp_path_factory.mktemp("reference")
     port = str(free_port())
     children = [
@@ -272,12 +304,11 @@ def expected(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> list
     ]
     for child in children:
         assert child.wait(120) == 0, child.stderr()
-    digests = [
-        {event["step"]: event["digest"] for event in Log(home / "events", rank).events("step")} for rank in range(WORLD)
-    ]
+    events = [Log(home / "events", rank).events("step") for rank in range(WORLD)]
+    digests = [{event["step"]: event["digest"] for event in of_rank} for of_rank in events]
     assert all(len(set(of_rank.values())) == STEPS for of_rank in digests), "a digest must tell every step from others"
     assert all(digests[0][step] != digests[1][step] for step in digests[0]), "and every rank"
-    return digests
+    return Expected(digests, {event["step"]: event["weights"] for event in events[0] if event["weights"] is not None})
 
 
 @pytest.fixture(scope="module")
@@ -292,7 +323,7 @@ def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("batch", range(-(-KILLS // BATCH)))
 def test_kills_at_random_moments(
-    batch: int, nursery: Nursery, expected: list[dict[int, str]], tally: Tally, tmp_path: Path, tried: Counter[str]
+    batch: int, nursery: Nursery, expected: Expected, tally: Tally, tmp_path: Path, tried: Counter[str]
 ) -> None:
     began = time.monotonic()
     rng = random.Random(SEED + batch)
@@ -318,6 +349,7 @@ def test_kills_at_random_moments(
             tally.kinds[kind] += 1
             tally.in_work += bool(life.in_work())
             life.check_visible()
+            tally.exports += life.check_exports()
             life.check_orphans()
             if rng.random() < 0.5:  # else the next start meets engines that are still at work
                 life.wait_no_orphans()
@@ -357,8 +389,10 @@ def finish(life: Life, nursery: Nursery, tally: Tally) -> None:
         job.close()
     life.check_visible()
     life.check_digests()
+    assert life.check_exports()
     life.wait_no_orphans()
     assert sorted(os.listdir(life.root)) == sorted([".holdfast", *(f"step-{step}" for step in life.visible())])
+    assert not [name for name in os.listdir(life.exports) if name.startswith(".") and name != ".holdfast"]
 
 
 def table(tally: Tally) -> str:
@@ -370,6 +404,7 @@ def table(tally: Tally) -> str:
         ("rolled forward", str(tally.rolled_forward)),
         ("removed", f"{tally.removed} hidden entries"),
         ("starts that resumed", str(tally.resumed)),
+        ("exports looked at", str(tally.exports)),
         ("steps gone back: starts", lags),
         ("took", f"{tally.seconds:.0f} s, HOLDFAST_KILL_SEED={SEED}"),
     ]
