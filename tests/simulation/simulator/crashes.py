@@ -8,17 +8,19 @@ import itertools
 from simulator.faults import Faults
 from simulator.schedule import run_schedule
 
-WORLDS = ((1, False), (1, True), (2, False), (3, True))
-"""Ranks, and whether the second save is put in place of the first or after it."""
+WORLDS = ((1, False, False), (1, True, False), (2, False, False), (3, True, False), (2, False, True))
+"""Ranks, whether the second save is put in place of the first or after it, and whether they export as well."""
 
 
 @functools.cache
-def small_world(ranks, *, overwrite):
-    """Two saves of ``ranks`` ranks, without faults."""
+def small_world(ranks, *, overwrite, exports=False):
+    """Two saves of ``ranks`` ranks, without faults; ``exports``: one, and an export."""
 
     def draw(rng):
         faults = Faults(rng)
-        faults.worlds, faults.saves = [ranks], [2]
+        faults.worlds, faults.saves = [ranks], [1 if exports else 2]
+        faults.hosts = ranks if exports else 1
+        faults.exports = 1.0 if exports else 0.0
         faults.keep_last = 1
         faults.overwrites = 1.0 if overwrite else 0.0
         faults.launcher_waits_s = 0.0
@@ -58,15 +60,17 @@ POINTS = {"power cut": cut_power, "job killed": kill_trainers, "one killed": kil
 
 def crash_points(how, stride):
     """Where, and what came of it, for every ``stride``-th point of every small world."""
-    for ranks, overwrite in WORLDS:
-        draw, seed, step = small_world(ranks, overwrite=overwrite), 7 * ranks + overwrite, stride * ranks
+    for ranks, overwrite, exports in WORLDS:
+        draw = small_world(ranks, overwrite=overwrite, exports=exports)
+        seed, step = 7 * ranks + overwrite, stride * ranks
         for number in itertools.count(1 + seed % step, step):
             for after in (False, True):
                 strike = Strike(POINTS[how], number, after=after)
                 result = run_schedule(seed, faults=draw, on_call=strike)
                 if strike.count < number:
                     break
-                yield f"{ranks} ranks, overwrite {overwrite}, {'after' if after else 'before'} call {number}", result
+                where = f"{'after' if after else 'before'} call {number}"
+                yield f"{ranks} ranks, overwrite {overwrite}, exports {exports}, {where}", result
             else:
                 continue
             break

@@ -28,6 +28,7 @@ class Faults:
         self.keep_last = 2
         self.overwrites = 0.0
         self.model_only = 0.0
+        self.exports = 0.0
         self.slow = 0.0
         self.short_writes = 0.0
         self.repeated = 0.0
@@ -93,6 +94,8 @@ class Faults:
             faults.overwrites = faults.model_only = 0.0  # either may lead to a step being replaced
             if faults.repeated or faults.errors or rng.random() < 0.1:
                 faults.repeated = rng.choice((0.01, 0.1))
+        elif rng.random() < 1 / 4:
+            faults.exports = 0.7
         return faults
 
     def _draw_one(self, at):

@@ -3,7 +3,8 @@
 A file's bytes are durable once it was fsynced, a directory's entries once the directory was. Before that a power cut
 may lose them, keep them, or tear them: of a file any subset of 4,096-byte pages since its last fsync and any length in
 between; of a directory any of its changes, in the order in which they touch a name, a rename being one change. After
-an fsync that failed, what was dirty then is never made durable by a later one (the kernel forgets a failed page).
+an fsync that failed, what was dirty then is never made durable by a later one (the kernel forgets a failed page). An
+fsync is of what its own host has written: the pages of another are in that one's memory.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ PAGE = 4096
 
 
 class File:
-    __slots__ = ("data", "dirty", "durable", "ino", "locks", "mtime_ns", "poisoned")
+    __slots__ = ("data", "dirty", "durable", "ino", "locks", "mtime_ns", "poisoned", "unsynced")
 
     def __init__(self, ino):
         self.ino = ino
@@ -22,11 +23,28 @@ class File:
         self.poisoned = False
         self.locks = {}
         self.mtime_ns = 0
+        self.unsynced = {}  # by host: where it has written since its last fsync
 
-    def sync(self):
-        if not self.poisoned:
+    def write(self, host, offset, data):
+        end = offset + len(data)
+        if len(self.data) < end:
+            self.data.extend(bytes(end - len(self.data)))
+        self.data[offset:end] = data
+        self.dirty = True
+        self.unsynced.setdefault(host, set()).add((offset, end))
+
+    def sync(self, host):
+        if self.poisoned:
+            return
+        own = self.unsynced.pop(host, ())
+        if not self.unsynced:
             self.durable = bytes(self.data)
             self.dirty = False
+            return
+        durable = bytearray(self.durable[: len(self.data)].ljust(len(self.data), b"\0"))
+        for start, end in own:
+            durable[start:end] = self.data[start:end]
+        self.durable = bytes(durable)
 
     def tear(self, rng):
         """A power cut."""
@@ -34,7 +52,7 @@ class File:
             self.data = bytearray(_torn(self.durable, bytes(self.data), rng))
             self.durable = bytes(self.data)
         self.dirty = self.poisoned = False
-        self.locks = {}
+        self.locks, self.unsynced = {}, {}
 
 
 def _torn(old, new, rng):
@@ -76,7 +94,7 @@ class Dir:
         self.entries[new] = node
         self.pending.append(((old, new), ((old, None), (new, node))))
 
-    def sync(self):
+    def sync(self, _host):
         if not self.poisoned:
             self.durable = dict(self.entries)
             self.pending = []

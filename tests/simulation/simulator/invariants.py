@@ -26,6 +26,7 @@ from greenlet import getcurrent
 
 from holdfast.errors import HoldfastError
 from holdfast.format.manifest import MANIFEST_NAME, decode_manifest, decode_report, report_name
+from simulator.exports import SHARED, contents_of, is_export, shared_file
 from simulator.filesystem import Dir, File, durable_tree
 from simulator.job import METADATA, ROOT, SAVE_LIMIT_S, file_name, payload
 
@@ -49,6 +50,7 @@ class Attempt:
         self.removed = False
         self.replaced_by = None
         self.left_behind = False
+        self.is_export = is_export(save)
 
     @property
     def age(self):
@@ -117,7 +119,7 @@ class Checker:
             known.told[rank] = what
             if known.save != save:
                 self.broken("agreement", f"rank {rank} is told of save {known.save} as the end of save {save}")
-            if save[0] == len(self.faults.worlds):
+            if save[0] == len(self.faults.worlds) and not known.is_export:
                 self.published_in_last += 1
             if not known.removed and known.replaced_by is None:
                 tree = self._durable_root().get(known.name)
@@ -130,9 +132,10 @@ class Checker:
         root = self._durable_root()
         for kind in ("incomplete", "recovering"):
             tree = root.get(f".{known.name}.{known.id}.{kind}")
-            if isinstance(tree, dict) and all(
-                tree.get(report_name(rank)) and tree.get(file_name(rank)) == payload(known.save, rank)
-                for rank in range(known.world)
+            if (
+                isinstance(tree, dict)
+                and all(tree.get(report_name(rank)) for rank in range(known.world))
+                and all(tree.get(name) == data for name, data in _data_of(known).items())
             ):
                 self.broken("failed", f"{number} is told failed, and durably could still be rolled forward")
 
@@ -207,6 +210,7 @@ class Checker:
         attempt.removed = True
         durable = self.root.durable
         newer = [other for other in self._visible() if other.age > attempt.age and other.name in durable]
+        newer = [other for other in newer if other.is_export == attempt.is_export]
         if not newer or (attempt.resumable and not any(other.resumable for other in newer)):
             self.broken("newest", f"{name} was removed, newer and durable are {[other.name for other in newer]}")
         elif len(newer) < self.faults.keep_last:
@@ -295,9 +299,8 @@ class Checker:
             attempt = self.attempts.get(manifest.attempt)
             if attempt is None or attempt.name != name or manifest.name != name:
                 return f"it is of attempt {manifest.attempt} at {manifest.name}"
-            expected = {MANIFEST_NAME, ".metadata"}
+            reports = [report_name(rank) for rank in range(attempt.world)]
             for rank in range(attempt.world):
-                expected |= {file_name(rank), report_name(rank)}
                 data = tree.get(report_name(rank), b"")
                 report = decode_report(data, path=report_name(rank))
                 line = manifest.reports[rank]
@@ -305,17 +308,28 @@ class Checker:
                     return f"report {rank} is of another attempt, rank or world"
                 if (line.size, line.digest) != (len(data), xxhash.xxh3_128_hexdigest(data)):
                     return f"report {rank} is not what the manifest lists"
-                if tree.get(file_name(rank)) != payload(attempt.save, rank):
-                    return f"the bytes of rank {rank} are not those it staged"
         except (HoldfastError, IndexError) as error:
             return str(error)
         if len(manifest.reports) != attempt.world:
             return f"{len(manifest.reports)} reports of {attempt.world} ranks"
-        if tree.get(".metadata") != METADATA:
-            return ".metadata is not what was written"
-        if set(tree) != expected:
-            return f"it holds {sorted(set(tree) ^ expected)}"
-        return None
+        held = {name: data for name, data in tree.items() if name != MANIFEST_NAME and name not in reports}
+        wanted = _contents_of(attempt)
+        wrong = [name for name in sorted({*held, *wanted}) if held.get(name) != wanted.get(name)]
+        return f"{wrong} are not what was staged and written beforehand" if wrong else None
+
+
+def _data_of(attempt):
+    """What the ranks write, by file."""
+    if attempt.is_export:
+        return {SHARED: shared_file(attempt.save, attempt.world)}
+    return {file_name(rank): payload(attempt.save, rank) for rank in range(attempt.world)}
+
+
+def _contents_of(attempt):
+    """All that is to be there, but for manifest and reports."""
+    if attempt.is_export:
+        return contents_of(attempt.save, attempt.world)
+    return {**_data_of(attempt), ".metadata": METADATA}
 
 
 def _tree(node):

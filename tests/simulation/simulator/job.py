@@ -2,7 +2,7 @@
 
 The glue here does what ``manager`` and ``saver`` do around the parts under test, and no more: start (lock, recovery,
 votes), agree on each save, deliver it, apply retention, close. What it hands to `Delivery` in place of a capture holds
-bytes that say which save and rank they are of.
+bytes that say which save and rank they are of. Exports (``exports``) follow the saves that they are drawn for.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from holdfast.storage.lock import RootLock
 from holdfast.world_plan import Whole
 from simulator import scheduler
 from simulator.engine import new_image, sim_close
+from simulator.exports import WORLD_MOST, ExportRank, export_after
 from simulator.objects import ObjectEngine, ObjectStorage
 from simulator.store import Server
 
@@ -147,6 +148,7 @@ class Trainer:
             file_offsets=[0],
             plan=plan.rank_plan,
         )
+        exporter = ExportRank(self, delivery, engine)
         again = False
         for save in range(self.job.saves_of(self.incarnation)):
             again = again or self.job.choices[self.incarnation, save, "overwrite"]
@@ -156,10 +158,13 @@ class Trainer:
                 (self.incarnation, save), step, again and save > 0, agreement, delivery, keeper, plan, buffer, image
             )
             again = False
+            if self.job.choices[self.incarnation, save, "export"]:
+                exporter.export(export_after((self.incarnation, save)), step)
         agreement.leave()
         delivery.close(2.0)
         engine.close(3.0)
         sim_close(buffer.image.fd)
+        exporter.close()
         agreement.board.close()
         votes.leave()
         board.close()
@@ -260,10 +265,13 @@ class Job:
             for save in range(saves):
                 self.choices[incarnation, save, "overwrite"] = rng.random() < faults.overwrites
                 self.choices[incarnation, save, "model only"] = rng.random() < faults.model_only
+                exports = faults.exports if self.worlds[incarnation] <= WORLD_MOST else 0.0
+                self.choices[incarnation, save, "export"] = exports > 0 and rng.random() < exports
         self.last = len(self.worlds)
         self.worlds.append(rng.choice((1, 1, 1, 2, 3)))
         self.saves.append(1)
-        self.choices[self.last, 0, "overwrite"] = self.choices[self.last, 0, "model only"] = False
+        for choice in ("overwrite", "model only", "export"):
+            self.choices[self.last, 0, choice] = False
         self.done = False
         self.started = set()
         self.servers = []

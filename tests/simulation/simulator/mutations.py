@@ -162,6 +162,25 @@ mutation("the engine fsyncs no file", "durable, kept, whole", (SystemCalls, "fsy
 mutation("the manifest is not fsynced", "durable, kept, whole", (LocalStorage, "write_file", write_unsynced))
 mutation("the final rename is not fsynced", "durable, kept", (commit, "publish", publish_unsynced))
 
+
+def extend_anew(self, fd, nbytes):
+    """What others have written of the file goes with it."""
+    from simulator.system import OS
+
+    OS.ftruncate(fd, 0)
+    OS.ftruncate(fd, nbytes)
+
+
+def some_export(faults, rng):
+    some_ranks(faults, rng)
+    faults.objects, faults.exports = False, 1.0
+    faults.worlds = [min(3, world) for world in faults.worlds]
+
+
+mutation(
+    "who opens a file that others write begins it anew", "whole", (SystemCalls, "extend", extend_anew), bias=some_export
+)
+
 # who says yes --------------------------------------------------------------------------------------------------
 
 

@@ -1,8 +1,8 @@
 """Where the simulated system is put in place of the real one: names of modules that the code looks up when it runs.
 
-Nothing of Holdfast is replaced but for five things, each for what has no place in a simulation: how an engine is
-launched and how its socket is read and written (`engine`), its mapping of a memfd, its nice level, and how a
-checkpoint just published is opened where it lies in a bucket. Clocks, threads,
+Nothing of Holdfast is replaced but for six things, each for what has no place in a simulation: how an engine is
+launched and how its socket is read and written (`engine`), its mapping of a memfd, its nice level, how it takes
+O_DIRECT off a file, and how a checkpoint just published is opened where it lies in a bucket. Clocks, threads,
 queues, `os`, `flock` and random ids are those of the schedule.
 """
 
@@ -74,6 +74,7 @@ def _seams():
     yield local, "shutil", SHUTIL
     yield lease, "boot_id", lambda: OS.uname().nodename
     yield calls, "_fallocate", lambda: None
+    yield calls.SystemCalls, "make_buffered", lambda _calls, _fd: None
     yield engine_process, "_map_image", engine.map_image
     yield engine_process, "_be_nice", lambda _nice: None
     yield engine_process, "close_fds", engine.close_fds

@@ -33,6 +33,12 @@ class Open:
         self.node, self.flags, self.users = node, flags, 0
 
 
+def host():
+    """Of the process that runs now."""
+    task = getcurrent()
+    return task.process.host if type(task) is Task else "checker"
+
+
 def fail(code, path):
     raise OSError(code, real_os.strerror(code), path)
 
@@ -229,11 +235,7 @@ class SimOs:
         node = system.opened(fd).node
         system.enter("pwrite", f"@{node.ino}+{offset}", changes=True)
         count = system.faults.short(len(data))
-        node.dirty = True
-        end = offset + count
-        if len(node.data) < end:
-            node.data.extend(bytes(end - len(node.data)))
-        node.data[offset:end] = data[:count]
+        node.write(host(), offset, data[:count])
         node.mtime_ns = int(system.sim.now * 1e9)
         system.leave("pwrite", "")
         return count
@@ -268,7 +270,7 @@ class SimOs:
         except OSError:
             node.poisoned = node.poisoned or bool(type(node) is File and node.dirty)
             raise
-        node.sync()
+        node.sync(host())
         system.leave("fsync", "")
 
     def fstat(self, fd):
@@ -379,8 +381,7 @@ class SimOs:
         return task.process.pid if type(task) is Task else 1
 
     def uname(self):
-        task = getcurrent()
-        return SimpleNamespace(nodename=task.process.host if type(task) is Task else "checker")
+        return SimpleNamespace(nodename=host())
 
     def cpu_count(self):
         return 2
@@ -419,14 +420,12 @@ class SimFcntl:
         if how & self.LOCK_UN:
             locks.pop(id(opened), None)
             return
-        task = getcurrent()
-        host = task.process.host if type(task) is Task else "checker"
         exclusive = bool(how & self.LOCK_EX)
         for holder, (theirs, at) in locks.items():
-            seen = at == host or not system.faults.locks_are_local
+            seen = at == host() or not system.faults.locks_are_local
             if holder != id(opened) and (exclusive or theirs) and seen:
                 raise BlockingIOError(errno.EWOULDBLOCK, "locked")
-        locks[id(opened)] = (exclusive, host)
+        locks[id(opened)] = (exclusive, host())
 
 
 class SimShutil:
