@@ -19,6 +19,7 @@ def main() -> None:
     parser.add_argument("directory", help="what was exported, or any other model that from_pretrained takes")
     parser.add_argument("--prompt", default="import os\n\n\ndef ", help="what it goes on with")
     parser.add_argument("--tokens", type=int, default=60, help="how much it writes")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--logits", type=Path, default=None, help="file for tokens and logits of the prompt")
     args = parser.parse_args()
     torch.set_num_threads(1)  # sums in one order, as in training
@@ -29,9 +30,9 @@ def main() -> None:
     if args.logits is not None:
         with torch.no_grad():
             torch.save({"tokens": tokens, "logits": model(input_ids=tokens).logits}, args.logits)
-    written = model.generate(
-        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=args.tokens, do_sample=False
-    )
+    torch.manual_seed(args.seed)
+    options = {"max_new_tokens": args.tokens, "do_sample": True}
+    written = model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
     print(tokenizer.decode(written[0]))
 
 
