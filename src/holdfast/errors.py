@@ -22,7 +22,17 @@ found, and what to do next. This module imports nothing but the standard library
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def listed(names: Iterable[str], limit: int = 5) -> str:
+    """Names for an error: the first few, and how many more."""
+    every = list(names)
+    more = f" and {len(every) - limit} more" if len(every) > limit else ""
+    return ", ".join(f"`{name}`" for name in every[:limit]) + more
 
 
 def _rebuild(

@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 from holdfast import _torch_compat as compat
-from holdfast.errors import ConfigError
-from holdfast.export.rules import Named, Notes, listed, note_tied
+from holdfast.errors import ConfigError, listed
+from holdfast.export.rules import Named, Notes, note_tied
 from holdfast.export.tracing import run_on_stand_ins
 
 if TYPE_CHECKING:

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from holdfast import _torch_compat as compat
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, listed
 from holdfast.export.moves import KeyMapping, MappedTensor, inverted
 from holdfast.export.reversal import uncovered
-from holdfast.export.rules import Fp8, Named, Notes, Rule, listed, refused
+from holdfast.export.rules import Fp8, Named, Notes, Rule, refused
 from holdfast.export.stand_ins import StandIn, origin, stand_in
 from holdfast.export.tracing import is_cast_by_rule, run_on_stand_ins, traced
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from holdfast.export.rules import Named, check_pattern, listed, matches, refused, replaced
+from holdfast.errors import listed
+from holdfast.export.rules import Named, check_pattern, matches, refused, replaced
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, listed
 from holdfast.export.moves import with_source
 from holdfast.export.stand_ins import StandIn, origin, read
 from holdfast.export.tracing import cast as cast_by_rule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from holdfast.export.moves import Move
 
@@ -63,13 +63,6 @@ class Notes:
 
 def refused(rule: object, what: str) -> ConfigError:
     return ConfigError(f"key_map: {rule}: {what}", field="key_map")
-
-
-def listed(names: Iterable[str], limit: int = 5) -> str:
-    """Names for an error: the first few, and how many more."""
-    every = list(names)
-    more = f" and {len(every) - limit} more" if len(every) > limit else ""
-    return ", ".join(f"`{name}`" for name in every[:limit]) + more
 
 
 class Named:

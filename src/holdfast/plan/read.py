@@ -88,7 +88,7 @@ class StoredTensor:
                 raise self._bad(shard, itemsize)
             if nbytes:
                 unique.setdefault(box, shard)  # of replicas stored twice, the first will do
-        axis = _most_cut(unique, len(shape))
+        axis = most_cut(unique, len(shape))
         ordered = tuple(sorted(unique.values(), key=lambda shard: (_start(shard, axis), shard)))
         set_field(self, "shards", ordered)
         set_field(self, "_axis", axis)
@@ -218,16 +218,27 @@ def plan_reads(wants: Iterable[Want], stored: Mapping[str, StoredTensor]) -> Rea
 
 def _sources(want: Want, tensor: StoredTensor) -> list[tuple[StoredShard, Box]]:
     """Disjoint regions that make up the wanted box, each with a shard that has it."""
-    found = list(tensor.meeting(want.box))
-    if len(found) == 1 and found[0][1] == want.box:
-        return found
-    defect = first_defect(want.box, [region for _, region in found])
+    found, lacking = disjoint(want.box, tensor.meeting(want.box))
+    if lacking is not None:
+        raise _absent(want, tensor, lacking)
+    return found
+
+
+def disjoint(box: Box, meeting: Iterable[tuple[StoredShard, Box]]) -> tuple[list[tuple[StoredShard, Box]], Box | None]:
+    """Disjoint regions that make up ``box``, each with a shard that has it; and a part of it that no shard has.
+
+    meeting: the shards that meet it, each with what it has of it, as `StoredTensor.meeting` gives them.
+    """
+    found = list(meeting)
+    if len(found) == 1 and found[0][1] == box:
+        return found, None
+    defect = first_defect(box, [region for _, region in found])
     if defect is None:
-        return found
+        return found, None
     if defect[0] == "gap":
-        raise _absent(want, tensor, defect[1])
+        return [], defect[1]
     # Shards overlap, as in checkpoints of savers that keep replicas: take from each what none before it had.
-    lacking = [want.box]
+    lacking = [box]
     chosen = []
     for shard, region in found:
         rest = []
@@ -239,9 +250,7 @@ def _sources(want: Want, tensor: StoredTensor) -> list[tuple[StoredShard, Box]]:
                 chosen.append((shard, shared))
                 rest.extend(subtract(part, shared))
         lacking = rest
-    if lacking:
-        raise _absent(want, tensor, lacking[0])
-    return chosen
+    return chosen, lacking[0] if lacking else None
 
 
 def _absent(want: Want, tensor: StoredTensor, part: Box) -> CheckpointCorrupt:
@@ -254,7 +263,7 @@ def _absent(want: Want, tensor: StoredTensor, part: Box) -> CheckpointCorrupt:
     )
 
 
-def _most_cut(boxes: Iterable[Box], ndim: int) -> int:
+def most_cut(boxes: Iterable[Box], ndim: int) -> int:
     """The dimension in which boxes start at the most places: the one to search by."""
     starts: list[set[int]] = [set() for _ in range(ndim)]
     for box in boxes:
