@@ -20,9 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from holdfast import _torch_compat as compat
 from holdfast import events
-from holdfast.boxes import whole
 from holdfast.checkpoint import Checkpoint, read_objects
 from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, StorageError
 from holdfast.format.manifest import MANIFEST_NAME
@@ -34,13 +32,12 @@ from holdfast.optimizer_hook import before_any_load
 from holdfast.plan.read import Want, plan_reads
 from holdfast.reading import Destination, read_into, read_moved
 from holdfast.source import HoldfastSource, Source
-from holdfast.state.entries import local_tensor
 from holdfast.state.loading import Loading, StoredInfo, mismatch_error
 from holdfast.state.structure import LayoutTable
 from holdfast.storage.reader_lease import being_read
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection
 
     import torch
 
@@ -48,7 +45,6 @@ if TYPE_CHECKING:
     from holdfast.boxes import Box
     from holdfast.export.refill import MovedTensor
     from holdfast.group import Group
-    from holdfast.state.loading import TensorDestination
     from holdfast.state.tree import StateTree
 
 _log = logging.getLogger("holdfast")
@@ -225,7 +221,7 @@ def _fill(loading: Loading, source: Source, group: Group, options: LoadOptions) 
     destinations: list[Destination] = []
     gathered: list[tuple[MovedTensor, Box, torch.Tensor]] = []
     for entry in loading.tensors:
-        for box, view in _boxes_here(entry, layouts, group.rank):
+        for box, view in layouts.views_of(entry.tensor, entry.name, group.rank):
             if entry.name in moved:
                 gathered.append((moved[entry.name], box, view))
             else:
@@ -242,24 +238,6 @@ def _fill(loading: Loading, source: Source, group: Group, options: LoadOptions) 
         read_into(files, plan, destinations, source)
         read_moved(files, gathered)
     events.count("bytes_read", files.bytes_read)
-
-
-def _boxes_here(entry: TensorDestination, layouts: LayoutTable, rank: int) -> Iterator[tuple[Box, torch.Tensor]]:
-    """The boxes of a destination tensor that this rank holds, each with the part of its memory that it goes to."""
-    local = local_tensor(entry.tensor)
-    if not compat.is_dtensor(entry.tensor):
-        box = whole(tuple(entry.tensor.shape))
-        if box.volume:
-            yield box, local
-        return
-    layouts.check_local(entry.tensor, entry.name, rank)
-    for box, local_offsets in layouts.boxes_of(entry.tensor, entry.name, rank):
-        view = local
-        if tuple(local.shape) != box.sizes:
-            for dim, (offset, size) in enumerate(zip(local_offsets, box.sizes, strict=True)):
-                view = view.narrow(dim, offset, size)
-        if box.volume:
-            yield box, view
 
 
 def is_corrupt(error: BaseException) -> bool:

@@ -18,6 +18,7 @@ from holdfast.boxes import Box, strides
 from holdfast.export.moves import Move
 from holdfast.plan.read import Transfer, byte_span, dest_offset, is_direct, row_chunks
 from holdfast.state.entries import torch_dtype
+from holdfast.state.structure import part_of
 from holdfast.storage.reading import FileSet, Piece
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def _read_records(files: FileSet, plan: ReadPlan, destinations: Sequence[Destina
     for transfer in plan.transfers:
         if key != (transfer.file, transfer.payload_offset):
             key, value = (transfer.file, transfer.payload_offset), records.load(files, transfer)
-        part = _part_of(value, transfer.region, transfer.stored)
+        part = part_of(value, transfer.region, transfer.stored)
         copy_region(destinations[transfer.dest].tensor, transfer, part)
 
 
@@ -167,7 +168,7 @@ def _bounded(transfer: Transfer) -> Iterator[Transfer]:
 def read_moved(files: FileSet, wanted: Sequence[tuple[MovedTensor, Box, torch.Tensor]]) -> None:
     """Fill each tensor with its box of a `MovedTensor`; returns when all is read."""
     jobs = [
-        _moved_job(files, moved, chunk, _part_of(tensor, chunk, box))
+        _moved_job(files, moved, chunk, part_of(tensor, chunk, box))
         for moved, box, tensor in wanted
         for chunk in _chunks(box, tensor.dtype.itemsize)
     ]
@@ -242,14 +243,8 @@ def _chunks(box: Box, itemsize: int) -> Iterator[Box]:
         yield from _chunks(part, itemsize)
 
 
-def _part_of(tensor: torch.Tensor, part: Box, box: Box) -> torch.Tensor:
-    for dim, (offset, base, size) in enumerate(zip(part.offsets, box.offsets, part.sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset - base, size)
-    return tensor
-
-
 def _region_of(tensor: torch.Tensor, transfer: Transfer) -> torch.Tensor:
-    return _part_of(tensor, transfer.region, transfer.dest_box)
+    return part_of(tensor, transfer.region, transfer.dest_box)
 
 
 def copy_region(tensor: torch.Tensor, transfer: Transfer, value: torch.Tensor) -> None:

@@ -14,10 +14,10 @@ from holdfast.boxes import Box, whole
 from holdfast.errors import ConfigError, StateMismatch
 from holdfast.plan.placement import Mesh
 from holdfast.plan.structure import MeshLayout, ObjectSpec, Placement, Structure, TensorSpec
-from holdfast.state.entries import Collected, known_dtype
+from holdfast.state.entries import Collected, known_dtype, local_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import torch
 
@@ -84,6 +84,17 @@ class LayoutTable:
         mesh = self._mesh(index)
         return mesh.boxes_at(shape, mesh.coordinates(rank)) if rank in mesh else []
 
+    def views_of(self, tensor: torch.Tensor, name: str, rank: int) -> Iterator[tuple[Box, torch.Tensor]]:
+        """The boxes of ``tensor`` that ``rank`` holds elements of, each with the part of its memory that has them.
+
+        Raises as `check_local`.
+        """
+        local = local_tensor(tensor)
+        self.check_local(tensor, name, rank)
+        for box, offsets in self.boxes_of(tensor, name, rank):
+            if box.volume:
+                yield box, part_of(local, Box(offsets, box.sizes))
+
     def check_local(self, tensor: torch.Tensor, name: str, rank: int) -> None:
         """Raise `StateMismatch` unless a DTensor's local part has the shape that ``rank``'s placement says."""
         index = self.index_of(tensor, name)
@@ -118,6 +129,15 @@ class LayoutTable:
             ranks=tuple(ranks),
             placements=tuple(_placement(placement, ndim, name) for placement in placements),
         )
+
+
+def part_of(tensor: torch.Tensor, part: Box, box: Box | None = None) -> torch.Tensor:
+    """``part`` of a tensor that holds ``box``, by default the whole of its own: a view."""
+    bases = (0,) * tensor.dim() if box is None else box.offsets
+    for dim, (offset, base, size) in enumerate(zip(part.offsets, bases, part.sizes, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, offset - base, size)
+    return tensor
 
 
 def _placement(placement: Any, ndim: int, name: str) -> Placement:
