@@ -245,16 +245,13 @@ def pack(bucket: BucketPlan, pieces: Sequence[Local], memory: torch.Tensor, *, n
     pieces: for each piece of the table the memory that holds it.
     """
     words = _Words(bucket, memory)
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
+    copies = _Copies(non_blocking=non_blocking)
     for entry in bucket.entries:
         if entry.nbytes:
             box, tensor = pieces[entry.piece]
             source = tensor if entry.sizes == box.sizes else part_of(tensor, entry.box, box)
-            targets.append(words.at(entry.at, entry.sizes, source.dtype))
-            sources.append(compat.bits(source))
-    with torch.no_grad():
-        compat.foreach_copy_(targets, sources, non_blocking=non_blocking)
+            copies.add(words.at(entry.at, entry.sizes, source.dtype), source)
+    copies.make()
 
 
 def unpack(
@@ -265,36 +262,51 @@ def unpack(
     destinations: for each piece of the publisher rank's table the memory that its tensor goes to; may be none.
     """
     words = _Words(bucket, memory)
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    with torch.no_grad():
-        for entry in bucket.entries:
-            if not entry.nbytes:
+    copies = _Copies(non_blocking=non_blocking)
+    for entry in bucket.entries:
+        if not entry.nbytes:
+            continue
+        for box, tensor in destinations[entry.piece]:
+            shared = intersect(box, entry.box)
+            if shared is None:
                 continue
-            for box, tensor in destinations[entry.piece]:
-                shared = intersect(box, entry.box)
-                if shared is None:
-                    continue
-                target = tensor if shared == box else part_of(tensor, shared, box)
-                source = words.at(entry.at, entry.sizes, target.dtype)
-                if shared.sizes != entry.sizes:
-                    source = part_of(source, shared, entry.box)
-                if target.is_conj() or target.is_neg():
-                    if source.dtype != target.dtype:
-                        source = source.view(target.dtype)
-                    compat.copy_(target, source)
-                elif target.is_inference():
-                    with torch.inference_mode():
-                        compat.bits(target).copy_(source, non_blocking=non_blocking)
-                else:
-                    targets.append(compat.bits(target))
-                    sources.append(source)
-        if targets:
-            compat.foreach_copy_(targets, sources, non_blocking=non_blocking)
+            target = tensor if shared == box else part_of(tensor, shared, box)
+            source = words.at(entry.at, entry.sizes, target.dtype)
+            copies.add(target, source if shared.sizes == entry.sizes else part_of(source, shared, entry.box))
+    copies.make()
+
+
+class _Copies:
+    """Copies of bits, made in one call but for views that show something else than their memory."""
+
+    __slots__ = ("_alone", "_non_blocking", "_sources", "_targets")
+
+    def __init__(self, *, non_blocking: bool) -> None:
+        self._non_blocking = non_blocking
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+        self._alone: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        odd = target.is_conj() or target.is_neg() or source.is_conj() or source.is_neg()
+        if odd or target.is_inference():
+            self._alone.append((target, source))
+        else:
+            self._targets.append(compat.bits(target))
+            self._sources.append(compat.bits(source))
+
+    def make(self) -> None:
+        with torch.no_grad():
+            if self._targets:
+                compat.foreach_copy_(self._targets, self._sources, non_blocking=self._non_blocking)
+        for target, source in self._alone:
+            # Tensors made in inference mode can't be written to outside of it.
+            with torch.inference_mode() if target.is_inference() else torch.no_grad():
+                compat.copy_(target, source)
 
 
 class _Words:
-    """A bucket's memory as elements: of the dtype itself where it can be copied, else as integers of its size."""
+    """A bucket's memory as elements."""
 
     __slots__ = ("_memory", "_typed")
 
@@ -309,6 +321,5 @@ class _Words:
     def at(self, offset: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         words = self._typed.get(dtype)
         if words is None:
-            as_what = dtype if compat.has_copy_kernel(dtype) else compat.SAME_SIZE_INT[dtype.itemsize]
-            words = self._typed[dtype] = typed(self._memory, as_what)
+            words = self._typed[dtype] = typed(self._memory, dtype)
         return words.as_strided(sizes, strides(sizes), words.storage_offset() + offset // dtype.itemsize)

@@ -1,0 +1,142 @@
+"""Checksums of buckets: 64 bits that depend on every byte, on its place, and on how many there are.
+
+Of two kinds. ``"xxh3"`` is xxh3_64 of the bytes, for host memory. ``"sums"`` is for the memory of any device: the bytes
+as 32-bit words, each times a weight of its place, summed in wrapping 64-bit integers, row by row of 1 MiB; the sums of
+the rows and the length are hashed with xxh3_64. Integers are the same everywhere, so a sender on an accelerator and a
+receiver in host memory agree on it.
+
+Guarantees: equal bytes have equal checksums on every device and with every torch. A row in which one word has changed is
+always seen; other changes (words swapped, several changed) go unseen with a chance of at most 2**-32. On a device it
+takes `SCRATCH_BYTES`, 2 MiB of weights, which are kept, and one transfer of 8 bytes a MiB to the host.
+Assumes: nobody writes to the memory meanwhile; little-endian machines. It is no signature: who knows the weights can
+make collisions. The result is waited for, and with it the current stream.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Final, Literal
+
+import numpy as np
+import torch
+import xxhash
+
+from holdfast import _torch_compat as compat
+from holdfast.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Kind = Literal["xxh3", "sums"]
+
+ROW_BYTES: Final = 1 << 20
+SCRATCH_BYTES: Final = 16 << 20
+_WORD_BYTES: Final = 4
+_ROW_WORDS: Final = ROW_BYTES // _WORD_BYTES
+_ROWS_AT_ONCE: Final = SCRATCH_BYTES // (8 * _ROW_WORDS)
+_HOST_CHUNK_BYTES: Final = 32 << 20
+
+_weights: dict[torch.device, torch.Tensor] = {}
+_weights_lock = threading.Lock()
+
+
+def kind_for(memory: torch.Tensor) -> Kind:
+    """The kind that costs least where ``memory`` is."""
+    return "xxh3" if memory.device.type == "cpu" else "sums"
+
+
+def checksum(memory: torch.Tensor, kind: Kind) -> int:
+    """The checksum, of 0 to 2**64-1, of a contiguous one-dimensional tensor of bytes on any device.
+
+    Raises `ConfigError` for an unknown kind, as a message of another version may have.
+    """
+    if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous():
+        raise AssertionError(f"checksum of {memory.dtype} {tuple(memory.shape)}, expected plain bytes")
+    if kind == "xxh3":
+        return _xxh3(memory)
+    if kind == "sums":
+        return finish(row_sums(memory).tolist(), memory.numel())
+    raise ConfigError(
+        f"checksums of kind {kind!r} are unknown here; run the same version of Holdfast on both sides", field="kind"
+    )
+
+
+def _xxh3(memory: torch.Tensor) -> int:
+    if memory.device.type == "cpu":
+        return xxhash.xxh3_64_intdigest(compat.host_memory(memory)) if memory.numel() else xxhash.xxh3_64_intdigest(b"")
+    state = xxhash.xxh3_64()
+    for start in range(0, memory.numel(), _HOST_CHUNK_BYTES):
+        state.update(compat.host_memory(memory[start : start + _HOST_CHUNK_BYTES].cpu()))
+    return state.intdigest()
+
+
+# Weighted sums -------------------------------------------------------------------------------------------------
+
+
+def finish(sums: list[int], nbytes: int) -> int:
+    """The checksum of ``nbytes`` bytes whose rows have these sums."""
+    return xxhash.xxh3_64_intdigest(np.array([*sums, nbytes], dtype="<i8").tobytes())
+
+
+def row_sums(memory: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of each row of `ROW_BYTES`, the last of which may be short: int64, where ``memory`` is."""
+    whole = memory.numel() // ROW_BYTES
+    found = torch.empty(-(-memory.numel() // ROW_BYTES), dtype=torch.int64, device=memory.device)
+    if whole:
+        equal_row_sums(memory[: whole * ROW_BYTES], ROW_BYTES, found)
+    rest = memory[whole * ROW_BYTES :]
+    if rest.numel():
+        equal_row_sums(_in_words(rest), -(-rest.numel() // _WORD_BYTES) * _WORD_BYTES, found[whole:])
+    return found
+
+
+def equal_row_sums(memory: torch.Tensor, row_bytes: int, out: torch.Tensor) -> None:
+    """Write into ``out`` the weighted sum of each row of ``row_bytes``, whole words, at most `ROW_BYTES`."""
+    if row_bytes % _WORD_BYTES or not 0 < row_bytes <= ROW_BYTES or memory.numel() % row_bytes:
+        raise AssertionError(f"rows of {row_bytes} bytes in {memory.numel()}")
+    if memory.storage_offset() % _WORD_BYTES:
+        memory = memory.clone()  # which no bucket needs
+    with torch.no_grad():
+        rows = memory.view(torch.int32).view(-1, row_bytes // _WORD_BYTES)
+        weights = _weights_on(memory.device)[: rows.shape[1]]
+        scratch: torch.Tensor | None = None
+        for part, into in _chunks(rows, out):
+            if scratch is None:
+                scratch = torch.empty(part.shape, dtype=torch.int64, device=memory.device)
+            # Not by one multiplication of both dtypes: on the CPU that takes as much memory again.
+            words = scratch[: part.shape[0]]
+            words.copy_(part)
+            words.mul_(weights)
+            torch.sum(words, dim=1, out=into)
+
+
+def _chunks(rows: torch.Tensor, out: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    at_once = max(1, _ROWS_AT_ONCE * _ROW_WORDS // rows.shape[1])
+    for start in range(0, rows.shape[0], at_once):
+        yield rows[start : start + at_once], out[start : start + min(at_once, rows.shape[0] - start)]
+
+
+def _in_words(memory: torch.Tensor) -> torch.Tensor:
+    """The bytes with zeros behind them up to a whole word."""
+    short = -memory.numel() % _WORD_BYTES
+    if not short:
+        return memory
+    padded = memory.new_zeros(memory.numel() + short)
+    padded[: memory.numel()] = memory
+    return padded
+
+
+def _weights_on(device: torch.device) -> torch.Tensor:
+    with _weights_lock:
+        found = _weights.get(device)
+        if found is None:
+            found = _weights[device] = torch.from_numpy(_make_weights()).to(device)
+        return found
+
+
+def _make_weights() -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Odd 64-bit numbers that look random and are the same everywhere: splitmix64 of 1, 2, 3, ..."""
+    numbers = np.arange(1, _ROW_WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((numbers ^ (numbers >> np.uint64(31))) | np.uint64(1)).view(np.int64)
