@@ -5,9 +5,9 @@ as 32-bit words, each times a weight of its place, summed in wrapping 64-bit int
 the rows and the length are hashed with xxh3_64. Integers are the same everywhere, so a sender on an accelerator and a
 receiver in host memory agree on it.
 
-Guarantees: equal bytes have equal checksums on every device and with every torch. A row in which one word has changed is
-always seen; other changes (words swapped, several changed) go unseen with a chance of at most 2**-32. On a device it
-takes `SCRATCH_BYTES`, 2 MiB of weights, which are kept, and one transfer of 8 bytes a MiB to the host.
+Guarantees: equal bytes have equal checksums on every device and with every torch. One changed word in a row is always
+seen; other changes (words swapped, several changed) go unseen with a chance of at most 2**-32. On a device it takes
+`SCRATCH_BYTES`, 2 MiB of weights, which are kept, and one transfer of 8 bytes a MiB to the host.
 Assumes: nobody writes to the memory meanwhile; little-endian machines. It is no signature: who knows the weights can
 make collisions. The result is waited for, and with it the current stream.
 """
@@ -15,7 +15,7 @@ make collisions. The result is waited for, and with it the current stream.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 import torch
@@ -24,16 +24,12 @@ import xxhash
 from holdfast import _torch_compat as compat
 from holdfast.errors import ConfigError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 Kind = Literal["xxh3", "sums"]
 
 ROW_BYTES: Final = 1 << 20
 SCRATCH_BYTES: Final = 16 << 20
 _WORD_BYTES: Final = 4
 _ROW_WORDS: Final = ROW_BYTES // _WORD_BYTES
-_ROWS_AT_ONCE: Final = SCRATCH_BYTES // (8 * _ROW_WORDS)
 _HOST_CHUNK_BYTES: Final = 32 << 20
 
 _weights: dict[torch.device, torch.Tensor] = {}
@@ -55,7 +51,9 @@ def checksum(memory: torch.Tensor, kind: Kind) -> int:
     if kind == "xxh3":
         return _xxh3(memory)
     if kind == "sums":
-        return finish(row_sums(memory).tolist(), memory.numel())
+        sums = torch.empty(-(-memory.numel() // ROW_BYTES), dtype=torch.int64, device=memory.device)
+        row_sums(memory, ROW_BYTES, sums)
+        return finish(sums.tolist(), memory.numel())
     raise ConfigError(
         f"checksums of kind {kind!r} are unknown here; run the same version of Holdfast on both sides", field="kind"
     )
@@ -74,56 +72,47 @@ def _xxh3(memory: torch.Tensor) -> int:
 
 
 def finish(sums: list[int], nbytes: int) -> int:
-    """The checksum of ``nbytes`` bytes whose rows have these sums."""
+    """The checksum of ``nbytes`` bytes whose rows of `ROW_BYTES` have these sums."""
     return xxhash.xxh3_64_intdigest(np.array([*sums, nbytes], dtype="<i8").tobytes())
 
 
-def row_sums(memory: torch.Tensor) -> torch.Tensor:
-    """The weighted sum of each row of `ROW_BYTES`, the last of which may be short: int64, where ``memory`` is."""
-    whole = memory.numel() // ROW_BYTES
-    found = torch.empty(-(-memory.numel() // ROW_BYTES), dtype=torch.int64, device=memory.device)
-    if whole:
-        equal_row_sums(memory[: whole * ROW_BYTES], ROW_BYTES, found)
-    rest = memory[whole * ROW_BYTES :]
-    if rest.numel():
-        equal_row_sums(_in_words(rest), -(-rest.numel() // _WORD_BYTES) * _WORD_BYTES, found[whole:])
-    return found
+def row_sums(memory: torch.Tensor, row_bytes: int, out: torch.Tensor) -> None:
+    """Write into ``out`` the weighted sum of each row of ``row_bytes``, at most `ROW_BYTES`, without waiting for it.
 
-
-def equal_row_sums(memory: torch.Tensor, row_bytes: int, out: torch.Tensor) -> None:
-    """Write into ``out`` the weighted sum of each row of ``row_bytes``, whole words, at most `ROW_BYTES`."""
-    if row_bytes % _WORD_BYTES or not 0 < row_bytes <= ROW_BYTES or memory.numel() % row_bytes:
-        raise AssertionError(f"rows of {row_bytes} bytes in {memory.numel()}")
-    if memory.storage_offset() % _WORD_BYTES:
-        memory = memory.clone()  # which no bucket needs
+    The last row may be short.
+    """
+    if not 0 < row_bytes <= ROW_BYTES or out.numel() != -(-memory.numel() // row_bytes):
+        raise AssertionError(f"{out.numel()} rows of {row_bytes} bytes in {memory.numel()}")
+    rows = memory.numel() // row_bytes
+    at_once = max(1, SCRATCH_BYTES // 8 * _WORD_BYTES // row_bytes)
     with torch.no_grad():
-        rows = memory.view(torch.int32).view(-1, row_bytes // _WORD_BYTES)
-        weights = _weights_on(memory.device)[: rows.shape[1]]
+        weights = _weights_on(memory.device)
         scratch: torch.Tensor | None = None
-        for part, into in _chunks(rows, out):
+        for first in range(0, rows, at_once):
+            last = min(first + at_once, rows)
+            words = _words(memory[first * row_bytes : last * row_bytes], row_bytes)
             if scratch is None:
-                scratch = torch.empty(part.shape, dtype=torch.int64, device=memory.device)
+                scratch = torch.empty(words.shape, dtype=torch.int64, device=memory.device)
             # Not by one multiplication of both dtypes: on the CPU that takes as much memory again.
-            words = scratch[: part.shape[0]]
-            words.copy_(part)
-            words.mul_(weights)
-            torch.sum(words, dim=1, out=into)
+            products = scratch[: last - first].copy_(words)
+            products.mul_(weights[: words.shape[1]])
+            torch.sum(products, dim=1, out=out[first:last])
+        rest = memory[rows * row_bytes :]
+        if rest.numel():
+            words = _words(rest, rest.numel())
+            out[rows:] = (words * weights[: words.shape[1]]).sum(dim=1)
 
 
-def _chunks(rows: torch.Tensor, out: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    at_once = max(1, _ROWS_AT_ONCE * _ROW_WORDS // rows.shape[1])
-    for start in range(0, rows.shape[0], at_once):
-        yield rows[start : start + at_once], out[start : start + min(at_once, rows.shape[0] - start)]
-
-
-def _in_words(memory: torch.Tensor) -> torch.Tensor:
-    """The bytes with zeros behind them up to a whole word."""
-    short = -memory.numel() % _WORD_BYTES
-    if not short:
-        return memory
-    padded = memory.new_zeros(memory.numel() + short)
-    padded[: memory.numel()] = memory
-    return padded
+def _words(memory: torch.Tensor, row_bytes: int) -> torch.Tensor:
+    """Rows of bytes as rows of 32-bit words, with zeros behind a row that isn't whole words."""
+    short = -row_bytes % _WORD_BYTES
+    if short:
+        padded = memory.new_zeros(memory.numel() // row_bytes, row_bytes + short)
+        padded[:, :row_bytes] = memory.view(-1, row_bytes)
+        return padded.view(torch.int32)
+    if memory.storage_offset() % _WORD_BYTES:
+        memory = memory.clone()
+    return memory.view(torch.int32).view(-1, row_bytes // _WORD_BYTES)
 
 
 def _weights_on(device: torch.device) -> torch.Tensor:

@@ -28,7 +28,7 @@ from holdfast.export.rounds import round_up
 from holdfast.plan.read import StoredShard, StoredTensor, disjoint, most_cut
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 ALIGN_BYTES: Final = 256
 """Entries start on it in their bucket: any dtype, and whole lines of caches and of device memory."""
@@ -176,7 +176,7 @@ def _published(tables: Sequence[Sequence[Piece]]) -> dict[str, _Published]:
         for number, piece in enumerate(table):
             tensor = published.get(piece.name)
             if tensor is None:
-                _itemsize(piece)
+                itemsize_of(piece)
                 tensor = published[piece.name] = _Published(piece)
             elif (piece.dtype, piece.shape) != (tensor.dtype, tensor.shape):
                 raise StateMismatch(
@@ -336,7 +336,7 @@ class _Filling:
 
     def add(self, number: int, piece: Piece, box: Box, lane: Lane) -> None:
         """Put ``box`` of piece ``number`` behind what its lane has."""
-        itemsize = _itemsize(piece)
+        itemsize = itemsize_of(piece)
         bucket = self._open.get(lane) or self._begin(lane)
         rest = [box]
         while rest:
@@ -348,7 +348,7 @@ class _Filling:
                 bucket.entries.append(Entry(number, box.offsets, box.sizes, at, nbytes))
                 bucket.end = max(bucket.end, at + nbytes)
                 continue
-            head = _head(box, room // itemsize) if room * _FILL > self._limit else None
+            head = _head(box, room // itemsize, whole_rows=True) if room * _FILL > self._limit else None
             if head is not None:
                 # Last in, first out: the head goes into this bucket, then what lies behind it, from the inside out.
                 rest += [*subtract(box, head), head]
@@ -369,20 +369,33 @@ class _Filling:
         return bucket
 
 
-def _head(box: Box, most: int) -> Box | None:
-    """The largest beginning of ``box``, in row-major order, that is a box of at most ``most`` elements and whole rows.
+def _head(box: Box, most: int, *, whole_rows: bool) -> Box | None:
+    """The largest beginning of ``box``, in row-major order, that is a box of at most ``most`` elements.
 
-    None if not even one row is.
+    None if it would have to cut a row of the last dimension and ``whole_rows`` forbids that.
     """
     inner = box.volume
-    for dim, size in enumerate(box.sizes[:-1]):
+    for dim, size in enumerate(box.sizes[:-1] if whole_rows else box.sizes):
         inner //= size
         if inner <= most:
             return Box(box.offsets, (*(1,) * dim, min(size, most // inner), *box.sizes[dim + 1 :]))
     return None
 
 
-def _itemsize(piece: Piece) -> int:
+def runs_of(box: Box, most: int) -> Iterator[Box]:
+    """``box`` in row-major order, in boxes of at most ``most`` elements: each one run of a buffer that holds it."""
+    rest = [box]
+    while rest:
+        box = rest.pop()
+        head = _head(box, most, whole_rows=False) if box.volume > most else None
+        if head is None:
+            yield box
+        else:
+            rest += [*subtract(box, head), head]
+
+
+def itemsize_of(piece: Piece) -> int:
+    """Bytes of an element. Raises `ConfigError` for a dtype that is unknown here."""
     itemsize = ITEMSIZE.get(piece.dtype)
     if itemsize is None:
         raise ConfigError(f"tensor {piece.name!r} has dtype {piece.dtype}, which is unknown here", field=piece.name)

@@ -27,7 +27,7 @@ from holdfast.errors import CheckpointNotFound, ConfigError
 from holdfast.export.rounds import round_up
 from holdfast.staging.image import PAGE_BYTES, Image
 from holdfast.state.entries import torch_dtype
-from holdfast.sync.layout import BucketPlan, Part, Piece, plan_buckets
+from holdfast.sync.layout import Part, Piece, plan_buckets
 from holdfast.sync.pieces import Local, pack
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class VersionStore:
         self._newest: int | None = None
         self._pins: set[int] = set()
         self._idle: Image | None = None
+        self._block: _Block | None = None
         self._closed = False
 
     @property
@@ -88,22 +89,12 @@ class VersionStore:
         """
         with self._staging:
             self._check_new(version)
-            parts = [Part(number, piece.offsets, piece.sizes) for number, piece in enumerate(table)]
-            plans = plan_buckets(table, [parts], sys.maxsize)
-            nbytes = round_up(max(1, sum(plan.nbytes for plan in plans)), PAGE_BYTES)
-            image = self._take_image(nbytes)
+            if self._block is None or self._block.table is not table:
+                self._block = _Block(table)
+            block = self._block
+            image = self._take_image(block.nbytes)
             try:
-                devices = {local.tensor.device for local in pieces if local.tensor.device.type != "cpu"}
-                if any(device.type == "cuda" for device in devices):
-                    image.pin()
-                for plan in plans:
-                    pack(plan, pieces, image.bytes_view, non_blocking=image.pinned)
-                for device in devices:
-                    torch.accelerator.current_stream(device).synchronize()
-                copies = [
-                    _view(image.bytes_view, piece, at)
-                    for piece, at in zip(table, _starts(len(table), plans), strict=True)
-                ]
+                copies = block.fill(image, pieces)
             except BaseException:
                 self._give_back(image)
                 raise
@@ -264,15 +255,31 @@ def _nothing() -> None:
     """There is nothing to let go of."""
 
 
-def _starts(count: int, plans: Sequence[BucketPlan]) -> list[int]:
-    starts = [0] * count
-    for plan in plans:
-        for entry in plan.entries:
-            starts[entry.piece] = entry.at
-    return starts
+class _Block:
+    """Where the pieces of a table lie in a block of host memory: as in one large bucket. Made once a table."""
 
+    def __init__(self, table: Sequence[Piece]) -> None:
+        self.table = table
+        parts = [Part(number, piece.offsets, piece.sizes) for number, piece in enumerate(table)]
+        self._plans = plan_buckets(table, [parts], sys.maxsize)
+        self.nbytes = round_up(max([plan.nbytes for plan in self._plans], default=0) or 1, PAGE_BYTES)
+        self._starts = {entry.piece: entry.at for plan in self._plans for entry in plan.entries}
 
-def _view(memory: torch.Tensor, piece: Piece, at: int) -> Local:
-    dtype = torch_dtype(piece.dtype)
-    nbytes = piece.box.volume * dtype.itemsize
-    return Local(piece.box, memory[at : at + nbytes].view(dtype).view(piece.sizes))
+    def fill(self, image: Image, pieces: Sequence[Local]) -> list[Local]:
+        """Copy the pieces, and wait for that; gives back where they lie."""
+        devices = {local.tensor.device for local in pieces if local.tensor.device.type != "cpu"}
+        if any(device.type == "cuda" for device in devices):
+            image.pin()
+        try:
+            for plan in self._plans:
+                pack(plan, pieces, image.bytes_view, non_blocking=image.pinned)
+        finally:
+            for device in devices:
+                torch.accelerator.current_stream(device).synchronize()
+        return [self._copy_of(number, piece, image.bytes_view) for number, piece in enumerate(self.table)]
+
+    def _copy_of(self, number: int, piece: Piece, memory: torch.Tensor) -> Local:
+        dtype = torch_dtype(piece.dtype)
+        start = self._starts[number]
+        copied = memory[start : start + piece.box.volume * dtype.itemsize]
+        return Local(piece.box, copied.view(dtype).view(piece.sizes))

@@ -1,0 +1,189 @@
+"""What changed in a publisher rank's pieces since an earlier version, found by checksums of extents.
+
+A piece is cut into *extents*: boxes of at most 1 MiB, ranges of rows as far as these are shorter than that. A version
+is known by the checksums of all its extents (`extent_sums`). What differs from a receiver's version is what travels to
+it; everything does where that version isn't known here, looked otherwise, or a full one is due.
+
+Guarantees: an extent that changed by any bit travels, but for the chance that its checksum stays the same
+(``sync.checksums``), which ends with the next full version. Keeps 8 bytes a MiB and version, for `keep` versions. What
+is decided is pure: the same for the same versions. Host tensors that aren't contiguous are copied one extent at a time.
+Assumes: one thread; a receiver's version is whole and is what was published under that number by this very publisher.
+Does not: decide which version a receiver has, or send.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from holdfast import _torch_compat as compat
+from holdfast.boxes import Box, contains, intersect
+from holdfast.errors import ConfigError
+from holdfast.state.structure import part_of
+from holdfast.sync.checksums import ROW_BYTES, checksum, finish, kind_for, row_sums
+from holdfast.sync.layout import Part, Piece, itemsize_of, runs_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from holdfast.sync.pieces import Local
+
+EXTENT_BYTES: Final = ROW_BYTES
+
+Sums = tuple[tuple[int, ...], ...]
+"""For each piece the checksums of its extents."""
+
+
+def extents_of(piece: Piece) -> tuple[Box, ...]:
+    """The piece in boxes of at most `EXTENT_BYTES`, in row-major order; one for a piece without elements."""
+    most = EXTENT_BYTES // itemsize_of(piece)
+    return tuple(runs_of(piece.box, most))
+
+
+class History:
+    """The checksums of a publisher rank's last versions, and what is to be sent of a new one."""
+
+    def __init__(self, *, keep: int = 16, full_every: int = 16) -> None:
+        """keep: of how many versions to keep the checksums.
+
+        full_every: every so many versions one is sent whole; 1 sends all whole.
+        """
+        if keep < 1:
+            raise ConfigError(f"keep is {keep}; expected at least 1", field="keep")
+        if full_every < 1:
+            raise ConfigError(f"full_every is {full_every}; expected at least 1", field="full_every")
+        self._keep = keep
+        self._full_every = full_every
+        self._count = 0
+        self._known: OrderedDict[int, _Known] = OrderedDict()
+        self._extents: tuple[tuple[Piece, ...], tuple[tuple[Box, ...], ...]] | None = None
+
+    def extents(self, table: tuple[Piece, ...]) -> tuple[tuple[Box, ...], ...]:
+        """The extents of each piece of ``table``; made once for it."""
+        if self._extents is None or self._extents[0] != table:
+            self._extents = (table, tuple(map(extents_of, table)))
+        return self._extents[1]
+
+    def record(self, version: int, table: tuple[Piece, ...], sums: Sums) -> None:
+        """Take note of a version: the checksums of the extents of each piece of its table."""
+        extents = self.extents(table)
+        if list(map(len, sums)) != list(map(len, extents)):
+            raise AssertionError(f"checksums of other extents than those of the {len(table)} pieces")
+        is_full = self._count % self._full_every == 0
+        self._count += 1
+        self._known[version] = _Known(table, sums, is_full=is_full)
+        while len(self._known) > self._keep:
+            self._known.popitem(last=False)
+
+    def changed(self, version: int, base: int | None) -> list[list[Box]] | None:
+        """For each piece what differs from version ``base``, as boxes; None where everything is to be sent.
+
+        ``version`` must have been recorded.
+        """
+        new = self._known[version]
+        old = None if base is None else self._known.get(base)
+        if old is None or new.is_full or old.table != new.table:
+            return None
+        return [
+            _joined([box for box, one, other in zip(boxes, was, now, strict=True) if one != other])
+            for boxes, was, now in zip(self.extents(new.table), old.sums, new.sums, strict=True)
+        ]
+
+    def forget(self) -> None:
+        """Know no version any more: the next one is sent whole to everyone."""
+        self._known.clear()
+        self._count = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    table: tuple[Piece, ...]
+    sums: Sums
+    is_full: bool
+
+
+def narrowed(parts: Sequence[Part], changed: Sequence[Sequence[Box]] | None) -> list[Part]:
+    """Of ``parts``, as `layout.select` gives them, what lies in the changed boxes of their pieces; None: all of it."""
+    if changed is None:
+        return list(parts)
+    found = []
+    for part in parts:
+        box = part.box
+        for differs in changed[part.piece]:
+            shared = box if contains(differs, box) else intersect(box, differs)
+            if shared is not None and shared.volume:
+                found.append(Part(part.piece, shared.offsets, shared.sizes))
+    return found
+
+
+def _joined(boxes: Sequence[Box]) -> list[Box]:
+    """Neighbours among boxes in row-major order as one box."""
+    found: list[Box] = []
+    for box in boxes:
+        while found:
+            both = _together(found[-1], box)
+            if both is None:
+                break
+            found.pop()
+            box = both  # noqa: PLW2901 - it may be the neighbour of the one before as well
+        found.append(box)
+    return found
+
+
+def _together(one: Box, other: Box) -> Box | None:
+    """Both as one box, where ``other`` begins behind ``one`` in one dimension and is like it in all others."""
+    differing = [
+        dim
+        for dim, (a, b, size, size_b) in enumerate(zip(one.offsets, other.offsets, one.sizes, other.sizes, strict=True))
+        if a != b or size != size_b
+    ]
+    if len(differing) != 1:
+        return None
+    dim = differing[0]
+    if one.offsets[dim] + one.sizes[dim] != other.offsets[dim]:
+        return None
+    return Box(one.offsets, (*one.sizes[:dim], one.sizes[dim] + other.sizes[dim], *one.sizes[dim + 1 :]))
+
+
+# Checksums of extents ------------------------------------------------------------------------------------------
+
+
+def extent_sums(extents: Sequence[Sequence[Box]], pieces: Sequence[Local]) -> Sums:
+    """The checksums of the extents of each piece, from the memory that holds it."""
+    return tuple(_sums_of(boxes, local) for boxes, local in zip(extents, pieces, strict=True))
+
+
+def _sums_of(boxes: Sequence[Box], local: Local) -> tuple[int, ...]:
+    tensor = local.tensor
+    if not tensor.numel():
+        return (0,) * len(boxes)
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return _contiguous_sums(compat.as_bytes(tensor), [box.volume * tensor.element_size() for box in boxes])
+    found = []
+    for box in boxes:
+        memory = compat.as_bytes(compat.clone(part_of(tensor, box, local.box)))
+        found.append(checksum(memory, kind_for(memory)))
+    return tuple(found)
+
+
+def _contiguous_sums(memory: torch.Tensor, lengths: Sequence[int]) -> tuple[int, ...]:
+    """Of extents of these lengths in bytes, one behind the other."""
+    at = 0
+    if kind_for(memory) == "xxh3":
+        found = []
+        for length in lengths:
+            found.append(checksum(memory[at : at + length], "xxh3"))
+            at += length
+        return tuple(found)
+    sums = torch.empty(len(lengths), dtype=torch.int64, device=memory.device)
+    first = 0
+    for length, group in groupby(lengths):
+        count = sum(1 for _ in group)
+        row_sums(memory[at : at + count * length], length, sums[first : first + count])
+        at += count * length
+        first += count
+    return tuple(finish([one], length) for one, length in zip(sums.tolist(), lengths, strict=True))
