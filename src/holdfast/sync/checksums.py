@@ -15,7 +15,7 @@ make collisions. The result is waited for, and with it the current stream.
 from __future__ import annotations
 
 import threading
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
@@ -60,11 +60,10 @@ def checksum(memory: torch.Tensor, kind: Kind) -> int:
 
 
 def _xxh3(memory: torch.Tensor) -> int:
-    if memory.device.type == "cpu":
-        return xxhash.xxh3_64_intdigest(compat.host_memory(memory)) if memory.numel() else xxhash.xxh3_64_intdigest(b"")
     state = xxhash.xxh3_64()
-    for start in range(0, memory.numel(), _HOST_CHUNK_BYTES):
-        state.update(compat.host_memory(memory[start : start + _HOST_CHUNK_BYTES].cpu()))
+    step = memory.numel() if memory.device.type == "cpu" else _HOST_CHUNK_BYTES
+    for start in range(0, memory.numel(), max(step, 1)):
+        state.update(compat.host_memory(memory[start : start + step].cpu()))
     return state.intdigest()
 
 
@@ -123,9 +122,10 @@ def _weights_on(device: torch.device) -> torch.Tensor:
         return found
 
 
-def _make_weights() -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _make_weights() -> np.ndarray[Any, np.dtype[np.int64]]:
     """Odd 64-bit numbers that look random and are the same everywhere: splitmix64 of 1, 2, 3, ..."""
     numbers = np.arange(1, _ROW_WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((numbers ^ (numbers >> np.uint64(31))) | np.uint64(1)).view(np.int64)
+    odd: np.ndarray[Any, np.dtype[np.uint64]] = (numbers ^ (numbers >> np.uint64(31))) | np.uint64(1)
+    return odd.view(np.int64)

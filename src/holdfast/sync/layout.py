@@ -24,8 +24,8 @@ import msgspec
 from holdfast.boxes import Box, contains, intersect, subtract, whole
 from holdfast.dtypes import ITEMSIZE
 from holdfast.errors import ConfigError, StateMismatch, listed
-from holdfast.export.rounds import round_up
 from holdfast.plan.read import StoredShard, StoredTensor, disjoint, most_cut
+from holdfast.plan.write import round_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -87,7 +87,8 @@ def _iterated(weights: Any) -> Iterable[Any]:
             field="weights",
         )
     try:
-        return iter(weights)
+        pairs: Iterable[Any] = iter(weights)
+        return pairs
     except TypeError:
         raise ConfigError(
             f"weights is a {type(weights).__name__}; expected a mapping of names to tensors or an iterable of "
@@ -323,3 +324,11 @@ class _Words:
         if words is None:
             words = self._typed[dtype] = typed(self._memory, dtype)
         return words.as_strided(sizes, strides(sizes), words.storage_offset() + offset // dtype.itemsize)
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source, bit for bit, into the target of equal shape and dtype."""
+    copies = _Copies(non_blocking=False)
+    for target, source in zip(targets, sources, strict=True):
+        copies.add(target, source)
+    copies.make()

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from holdfast.errors import CheckpointNotFound, ConfigError
-from holdfast.export.rounds import round_up
+from holdfast.plan.write import round_up
 from holdfast.staging.image import PAGE_BYTES, Image
 from holdfast.state.entries import torch_dtype
 from holdfast.sync.layout import Part, Piece, plan_buckets
