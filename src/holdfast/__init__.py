@@ -13,6 +13,7 @@ from holdfast._version import __version__
 if TYPE_CHECKING:
     from holdfast import dcp as dcp
     from holdfast import export as export
+    from holdfast import sync as sync
     from holdfast.api import async_save, load, open, save  # noqa: A004
     from holdfast.checkpoint import Checkpoint, TensorInfo, VerifyReport
     from holdfast.config import CheckpointConfig
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         EngineDied,
         HoldfastError,
         OutcomeUnknown,
+        PeerLost,
         RootLocked,
         SaveFailed,
         StateChangedWhileStaging,
@@ -55,6 +57,7 @@ _HOME = {
         "EngineDied",
         "HoldfastError",
         "OutcomeUnknown",
+        "PeerLost",
         "RootLocked",
         "SaveFailed",
         "StateChangedWhileStaging",
@@ -89,6 +92,7 @@ __all__ = [
     "HoldfastError",
     "Keep",
     "OutcomeUnknown",
+    "PeerLost",
     "PerRank",
     "RootLocked",
     "SaveFailed",
@@ -109,11 +113,12 @@ __all__ = [
     "open",
     "save",
     "statistics",
+    "sync",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("dcp", "export"):
+    if name in ("dcp", "export", "sync"):
         return import_module(f"holdfast.{name}")
     if name not in _WHERE:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

@@ -20,6 +20,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from datetime import timedelta
 
 CHECKPOINT_WRAPPED: Final = "_checkpoint_wrapped_module"
 """The attribute under which an activation-checkpoint wrapper keeps its module."""
@@ -417,3 +418,31 @@ def store_of(process_group: Any) -> Any:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._world.pg_map[process_group][1]
+
+
+def tcp_store(host: str, port: int, *, hosting: bool, timeout: timedelta) -> Any:
+    """A TCPStore, which is public but not exported as type checkers would have it. Doesn't wait for clients."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d.TCPStore(host, port, None, hosting, timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+
+
+# groups ----------------------------------------------------------------------------------------------------------
+
+
+def make_backend(name: str, store: Any, rank: int, world: int, timeout: timedelta) -> Any:
+    """A group of the backend ``name`` that torch keeps no list of, so that two jobs may share it.
+
+    NCCL's class is public. What others have registered (torch_npu's HCCL, say) is found in a private table; if that
+    goes, look where `torch.distributed.Backend.register_backend` puts its function.
+    """
+    import torch.distributed as dist
+
+    if name == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, world, options)
+    plugin = dist.Backend._plugins.get(name.upper())
+    if plugin is None:
+        raise RuntimeError(f"torch has no backend called {name!r}")
+    return plugin.creator_fn(store, rank, world, timeout)

@@ -15,6 +15,7 @@ a save in flight                    SaveFailed                  save again; trai
                                     DeadlineExceeded            raise the deadline or find the hang
                                     OutcomeUnknown              restart: the next start settles it
                                     CallbackFailed              the checkpoint stands; fix the callback
+a weight version on its way         PeerLost                    receive or publish again; look why the peer ended
 
 Guarantees: all are picklable and keep their attributes; ``str()`` says what failed, where, what was expected and
 found, and what to do next. This module imports nothing but the standard library: the engine raises these too.
@@ -192,3 +193,13 @@ class CallbackFailed(HoldfastError):
     def __init__(self, message: str, *, checkpoint: str) -> None:
         super().__init__(message)
         self.checkpoint = checkpoint
+
+
+class PeerLost(HoldfastError, ConnectionError):
+    """The process at the other end of a weight sync ended, or was given up: ``peer``, in a ``phase`` of ``version``."""
+
+    def __init__(self, message: str, *, peer: str, phase: str, version: int | None = None) -> None:
+        Exception.__init__(self, message)
+        self.peer = peer
+        self.phase = phase
+        self.version = version

@@ -65,6 +65,10 @@ class GlooLinks:
     def receive(self, peer: int, memory: torch.Tensor, tag: int) -> Transfer:
         return _GlooTransfer(lambda: self._group.recv([memory], peer, tag), peer)
 
+    def broadcast(self, root: int, memory: torch.Tensor) -> Transfer:
+        """From ``root`` to all ranks; each takes part, and in broadcasts in the same order."""
+        return _GlooTransfer(lambda: self._group.broadcast(memory, root), root)
+
     def abort(self) -> None:
         gloo.close_gloo_links(self._group, self._peers)
 

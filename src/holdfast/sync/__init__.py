@@ -1,0 +1,44 @@
+"""Weight sync: versions of weights from a trainer to rollout workers, whole or not at all.
+
+    publisher = holdfast.sync.Publisher(holdfast.sync.SharedMemoryTransport("/tmp/run"))      # on every trainer rank
+    publisher.publish(model.state_dict(), version)
+
+    receiver = holdfast.sync.Receiver(holdfast.sync.SharedMemoryTransport("/tmp/run"))        # in every rollout worker
+    version = receiver.receive(model)
+
+Importing this starts nothing and imports no torch: each name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast.sync.publisher import Publisher
+    from holdfast.sync.receiver import Receiver
+    from holdfast.sync.seam import Published
+    from holdfast.sync.transports.process_group import ProcessGroupTransport
+    from holdfast.sync.transports.shared_memory import SharedMemoryTransport
+
+_WHERE = {
+    "ProcessGroupTransport": "holdfast.sync.transports.process_group",
+    "Published": "holdfast.sync.seam",
+    "Publisher": "holdfast.sync.publisher",
+    "Receiver": "holdfast.sync.receiver",
+    "SharedMemoryTransport": "holdfast.sync.transports.shared_memory",
+}
+
+__all__ = ["ProcessGroupTransport", "Published", "Publisher", "Receiver", "SharedMemoryTransport"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'holdfast.sync' has no attribute {name!r}")
+    value = getattr(import_module(_WHERE[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

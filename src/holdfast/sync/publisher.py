@@ -1,0 +1,163 @@
+"""The publisher that users hold: what it was given is checked here, the last version is known here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from holdfast.arguments import STEP_MAX, checked_seconds
+from holdfast.errors import ConfigError
+from holdfast.sync.deadline import Deadline
+from holdfast.sync.pieces import named_tensors
+from holdfast.sync.seam import Published, PublisherOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from types import TracebackType
+
+    import torch
+    from typing_extensions import Self
+
+    from holdfast.sync.seam import Transport
+
+__all__ = ["Published", "Publisher"]
+
+
+class Publisher:
+    """Sends weights from the trainer to whoever receives them, a whole version at a time.
+
+    Made on every rank that has a part of the weights, with the same arguments; a context manager. For one thread at a
+    time.
+
+    Args:
+        transport: how versions travel.
+        bucket_bytes: tensors travel in buckets of this many bytes (1 and more), two of which are under way at a time.
+        bypass_cpu: True: `publish` sends from the tensors themselves, stages nothing in host memory, and returns when
+            receivers have the version. False: it copies them into host memory and returns; receivers come for them
+            when they like.
+        keep_versions: so many versions are kept in host memory (1 and more; ``bypass_cpu=False`` only), beside those
+            that are pinned.
+        atomic_fleet: receivers of a version commit it together or not at all.
+        receivers: how many must have joined before the first version is sent directly, or to a fleet (1 and more).
+        delta: send only what has changed, where a receiver has an older version.
+        full_every: with ``delta``, every so many versions a receiver gets all of it again, and verifies it whole.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        bucket_bytes: int = 256 * 2**20,
+        bypass_cpu: bool = True,  # noqa: FBT001, FBT002
+        keep_versions: int = 2,
+        atomic_fleet: bool = False,  # noqa: FBT001, FBT002
+        receivers: int = 1,
+        delta: bool = False,  # noqa: FBT001, FBT002
+        full_every: int = 16,
+    ) -> None:
+        options = PublisherOptions(
+            bucket_bytes=_positive("bucket_bytes", bucket_bytes),
+            bypass_cpu=_flag("bypass_cpu", bypass_cpu),
+            keep_versions=_positive("keep_versions", keep_versions),
+            atomic_fleet=_flag("atomic_fleet", atomic_fleet),
+            receivers=_positive("receivers", receivers),
+            delta=_flag("delta", delta),
+            full_every=_positive("full_every", full_every),
+        )
+        self._half = checked_transport(transport).publishing(options)
+        self._newest: int | None = None
+        self._closed = False
+
+    def publish(
+        self,
+        weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        timeout: float = 600.0,
+    ) -> Published:
+        """Publish ``weights`` as ``version``. All ranks call it alike.
+
+        With ``bypass_cpu`` returns when every receiver that takes part has committed the version or was given up;
+        until then the tensors must not change. Otherwise returns when they are copied.
+
+        Args:
+            weights: tensors and DTensors by name. Equal plain names on several ranks are replicas of one value; names
+                that only some ranks have are sent by those.
+            version: an integer >= 0, greater than that of any publish before.
+            timeout: seconds, for all of it.
+
+        Raises:
+            ConfigError: an argument can't be used; the version isn't greater than the last one, or than what a
+                receiver already has of an earlier publisher; a row is longer than a bucket.
+            StateMismatch: a receiver has other tensors, or ranks disagree on one.
+            CheckpointCorrupt: a receiver got other bytes than were sent. PeerLost: a publisher rank ended; with
+                ``atomic_fleet`` also a receiver.
+            DeadlineExceeded: no receiver, or not all ranks, in time.
+        """
+        if self._closed:
+            raise ConfigError("this publisher is closed; make a new one", field="publisher")
+        deadline = Deadline.after(checked_seconds("timeout", timeout))
+        version = checked_version(version)
+        if self._newest is not None and version <= self._newest:
+            raise ConfigError(
+                f"version {version} isn't greater than {self._newest}, which was published before; versions only go up",
+                field="version",
+            )
+        tensors = named_tensors(weights)
+        published = self._half.publish(tensors, version, deadline)
+        self._newest = version
+        return published
+
+    def pin(self, version: int) -> None:
+        """Keep ``version`` until it is unpinned. Raises `CheckpointNotFound` if it isn't kept (any more)."""
+        self._half.pin(checked_version(version))
+
+    def unpin(self, version: int) -> None:
+        """Let ``version`` go when its turn comes; fine if it isn't pinned."""
+        self._half.unpin(checked_version(version))
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The versions that receivers can ask for, ascending."""
+        return tuple(self._half.versions)
+
+    def close(self) -> None:
+        """End all connections; receivers that wait are told. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._half.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def checked_version(version: object) -> int:
+    """``version``; `ConfigError` unless it is an integer from 0 to 2**63 - 1."""
+    if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version <= STEP_MAX:
+        raise ConfigError(f"version must be an integer from 0 to 2**63 - 1, not {version!r}", field="version")
+    return version
+
+
+def checked_transport(transport: Any) -> Transport:
+    """``transport``; `ConfigError` unless it is one."""
+    if isinstance(transport, type) or not hasattr(transport, "publishing") or not hasattr(transport, "receiving"):
+        raise ConfigError(
+            f"transport is {transport!r}; expected one of holdfast.sync, such as SharedMemoryTransport(rendezvous)",
+            field="transport",
+        )
+    found: Transport = transport
+    return found
+
+
+def _positive(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be an integer >= 1, not {value!r}", field=name)
+    return value
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be True or False, not {value!r}", field=name)
+    return value

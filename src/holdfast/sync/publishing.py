@@ -1,0 +1,304 @@
+"""The publishing half of transports over links: what one rank's `publish` does before and after its server sends.
+
+    tensors -> look (does the structure stand?) -> looks of all ranks -> pieces -> (staged, and) offered
+
+Guarantees: a structure that stands is not planned again. Where one rank's publish fails before it has offered anything,
+those of all ranks fail with the same cause.
+Assumes: all ranks of the group make their half, and publish, in the same order.
+Does not: send (``sync.serving``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import torch
+
+from holdfast.errors import ConfigError, HoldfastError
+from holdfast.group import Group, open_group
+from holdfast.outcome import AbortReason
+from holdfast.plan.structure import decode_structure
+from holdfast.sync.delta import History, extent_sums
+from holdfast.sync.links import listener
+from holdfast.sync.pieces import Look, Outgoing
+from holdfast.sync.rendezvous import PLACES, Place, Places, hosts_here, open_rendezvous, this_machine
+from holdfast.sync.seam import Published
+from holdfast.sync.sending import Source, digest_of
+from holdfast.sync.serving import Server
+from holdfast.sync.version_store import VersionStore
+from holdfast.sync.waiting import Offered
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Iterator, Mapping
+
+    from holdfast.boxes import Box
+    from holdfast.sync.deadline import Deadline
+    from holdfast.sync.pieces import Local
+    from holdfast.sync.seam import PublisherOptions
+    from holdfast.sync.transports.base import Channels
+
+_MEET_S: Final = 120.0
+"""How long the ranks of a group may take until all have made their publisher."""
+_CLOSE_S: Final = 10.0
+_NEWS_S: Final = 5.0
+"""Rank 0 knows that a deadline has passed; its word takes a moment."""
+
+
+class _Looks(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank's weights look like: a structure, encoded where it is new; or why it can't publish."""
+
+    rank: int
+    digest: str
+    encoded: bytes | None
+    failure: AbortReason | None
+
+
+class LinkedPublishing:
+    """See the module; implements `Publishing`."""
+
+    def __init__(
+        self,
+        channels: Channels,
+        options: PublisherOptions,
+        *,
+        rendezvous: Any,
+        process_group: Any | None,
+        host: str | None,
+        peer_timeout_s: float,
+    ) -> None:
+        self._channels = channels
+        self._options = options
+        self._group = open_group(process_group, purpose="sync")
+        self._rendezvous = open_rendezvous(rendezvous, hosting=True) if self._group.rank == 0 else None
+        self._store = None if options.bypass_cpu else VersionStore(options.keep_versions)
+        sock = listener(channels.host)
+        try:
+            self._places = _meet(self._group, sock, channels, host)
+            if self._rendezvous is not None:
+                self._rendezvous.put(PLACES, msgspec.msgpack.encode(self._places))
+        except BaseException:
+            sock.close()
+            raise
+        self._server = Server(
+            self._group.rank, self._places, sock, channels, options, self._rendezvous, peer_timeout_s=peer_timeout_s
+        )
+        self._server.start()
+        self._look: Look | None = None
+        self._digests: tuple[str, ...] = ()
+        self._told: set[str] = set()
+        self._structures: dict[str, Any] = {}
+        self._outgoing: tuple[Look, tuple[str, ...], Outgoing, str] | None = None
+        self._history = History(full_every=options.full_every) if options.delta else None
+        self._history_lock = threading.Lock()
+        self._round = 0
+        self._newest_out = -1
+        self._offered: set[int] = set()
+
+    def publish(self, weights: Mapping[str, torch.Tensor], version: int, deadline: Deadline) -> Published:
+        began, before = time.monotonic(), self._server.bytes_sent
+        if self._server.fatal is not None:
+            raise self._server.fatal
+        if version <= self._newest_out:
+            raise ConfigError(
+                f"version {version} isn't greater than {self._newest_out}, which receivers have", field="version"
+            )
+        try:
+            outgoing, digest = self._pieces(weights, deadline)
+            pieces = outgoing.locals(weights)
+        except HoldfastError as error:
+            self._server.withdraw(version, AbortReason.of(error, rank=self._group.rank))
+            raise
+        receivers = lost = 0
+        self._note_sums(version, outgoing, pieces)
+        if self._store is None:
+            _finish_writes(pieces)
+            source = Source(
+                version, outgoing.table, digest, lambda: contextlib.nullcontext(pieces), self._changes(version)
+            )
+            receivers, lost = self._send(source, deadline)
+        else:
+            self._stage(self._store, version, outgoing, digest, pieces, deadline)
+        return Published(
+            version=version,
+            receivers=receivers,
+            lost=lost,
+            bytes_sent=self._server.bytes_sent - before if self._store is None else 0,
+            seconds=time.monotonic() - began,
+        )
+
+    def pin(self, version: int) -> None:
+        self._kept().pin(version)
+
+    def unpin(self, version: int) -> None:
+        store = self._kept()
+        store.unpin(version)
+        self._withdraw_evicted(store)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        return () if self._store is None else self._store.versions
+
+    def close(self) -> None:
+        self._server.close(_CLOSE_S)
+        if self._store is not None:
+            self._store.close()
+        if self._rendezvous is not None:
+            with contextlib.suppress(HoldfastError):  # a record that stays behind is of a port where nobody answers
+                found = self._rendezvous.get(PLACES)
+                if found and msgspec.msgpack.decode(found, type=Places).incarnation == self._places.incarnation:
+                    self._rendezvous.delete(PLACES)
+            self._rendezvous.close()
+        self._group.board.close()
+
+    # before -------------------------------------------------------------------------------------------------------
+
+    def _pieces(self, weights: Mapping[str, torch.Tensor], deadline: Deadline) -> tuple[Outgoing, str]:
+        look = self._look
+        try:
+            if look is None or not look.stands(weights):
+                look = Look(weights, rank=self._group.rank, group_ranks=self._group.ranks)
+        except HoldfastError as error:
+            if self._group.world > 1:
+                self._say(_Looks(self._group.rank, "", None, AbortReason.of(error, rank=self._group.rank)))
+            raise
+        digests = self._agree(look, deadline)
+        self._look = look
+        made = self._outgoing
+        if made is None or made[0] is not look or made[1] != digests:
+            outgoing = Outgoing(look, self._structures, digests)
+            made = self._outgoing = look, digests, outgoing, digest_of(outgoing.table)
+        return made[2], made[3]
+
+    def _agree(self, look: Look, deadline: Deadline) -> tuple[str, ...]:
+        """The digests of all ranks' looks; what hasn't been seen before is in `_structures` then."""
+        if self._group.world == 1:
+            self._structures[look.digest] = look.structure
+            return (look.digest,)
+        key = self._say(
+            _Looks(self._group.rank, look.digest, None if look.digest in self._told else look.encoded, None)
+        )
+        self._told.add(look.digest)
+        entries = self._group.board.wait_entries(
+            key,
+            self._group.world,
+            timeout_s=deadline.left_s(),
+            waiting_for="all publisher ranks to publish this version",
+        )
+        found = sorted((msgspec.msgpack.decode(entry, type=_Looks) for entry in entries or ()), key=lambda it: it.rank)
+        for said in found:
+            if said.failure is not None:
+                raise said.failure.cause()
+            if said.encoded is not None and said.digest not in self._structures:
+                self._structures[said.digest] = decode_structure(said.encoded)
+        if self._group.rank == 0 and self._round > 1:
+            # All ranks are here, so none will look at what they said last time.
+            self._group.board.delete_list(f"looks/{self._round - 2}")
+        return tuple(said.digest for said in found)
+
+    def _say(self, looks: _Looks) -> str:
+        """Tell all ranks, in this round; returns under which key."""
+        key = f"looks/{self._round}"
+        self._round += 1
+        self._group.board.append(key, msgspec.msgpack.encode(looks))
+        return key
+
+    def _note_sums(self, version: int, outgoing: Outgoing, pieces: list[Local]) -> None:
+        if self._history is not None:
+            with self._history_lock:
+                extents = self._history.extents(outgoing.table)
+            sums = extent_sums(extents, pieces)
+            with self._history_lock:
+                self._history.record(version, outgoing.table, sums)
+
+    def _changes(self, version: int) -> Callable[[int | None], list[list[Box]] | None]:
+        history = self._history
+
+        def changed(base: int | None) -> list[list[Box]] | None:
+            if history is None or base is None:
+                return None
+            with self._history_lock:
+                return history.changed(version, base)
+
+        return changed
+
+    # after --------------------------------------------------------------------------------------------------------
+
+    def _send(self, source: Source, deadline: Deadline) -> tuple[int, int]:
+        awaited = self._server.offer(Offered(source, direct=True, deadline=deadline))
+        outcome = awaited.wait(deadline.left_s() + _NEWS_S)
+        if outcome is None:
+            error = deadline.exceeded(
+                f"publisher rank 0 to say what became of version {source.version}", "look at the log of rank 0"
+            )
+            self._server.withdraw(source.version, AbortReason.of(error, rank=self._group.rank))
+            raise error
+        if outcome.receivers:
+            self._newest_out = source.version
+        if outcome.reason is not None:
+            raise outcome.reason.cause()
+        return outcome.receivers, outcome.lost
+
+    def _stage(
+        self,
+        store: VersionStore,
+        version: int,
+        outgoing: Outgoing,
+        digest: str,
+        pieces: list[Local],
+        deadline: Deadline,
+    ) -> None:
+        try:
+            store.stage(version, outgoing.table, pieces)
+        except HoldfastError as error:
+            self._server.withdraw(version, AbortReason.of(error, rank=self._group.rank))
+            raise
+        self._newest_out = version
+
+        @contextlib.contextmanager
+        def lease() -> Iterator[tuple[Local, ...]]:
+            with store.reading(version) as stored:
+                yield stored.locals
+
+        self._withdraw_evicted(store)
+        self._offered.add(version)
+        source = Source(version, outgoing.table, digest, lease, self._changes(version))
+        self._server.offer(Offered(source, direct=False, deadline=deadline))
+
+    def _withdraw_evicted(self, store: VersionStore) -> None:
+        for version in self._offered.difference(store.versions):
+            self._offered.discard(version)
+            self._server.withdraw(version)
+
+    def _kept(self) -> VersionStore:
+        if self._store is None:
+            raise ConfigError("this publisher keeps no versions; make it with bypass_cpu=False", field="bypass_cpu")
+        return self._store
+
+
+def _meet(group: Group, sock: socket.socket, channels: Channels, host: str | None) -> Places:
+    """Tell the other ranks where this one listens, and learn of all of them."""
+    hosts = (channels.host,) if channels.host else hosts_here(host)
+    mine = Place(hosts, sock.getsockname()[1], this_machine())
+    board = group.board
+    if group.rank:
+        board.set(f"place/{group.rank}", msgspec.msgpack.encode(mine))
+        told = board.get("places", timeout_s=_MEET_S, waiting_for="publisher rank 0 to make its publisher")
+        return msgspec.msgpack.decode(told, type=Places)
+    keys = [f"place/{rank}" for rank in range(1, group.world)]
+    found = board.gather(keys, timeout_s=_MEET_S, waiting_for="all ranks to make their publisher") if keys else []
+    others = [msgspec.msgpack.decode(place, type=Place) for place in found]
+    places = Places(secrets.token_hex(8), secrets.token_hex(16), (mine, *others))
+    board.set("places", msgspec.msgpack.encode(places))
+    return places
+
+
+def _finish_writes(pieces: list[Local]) -> None:
+    """Wait for what was enqueued on devices before: the server packs on a stream of its own."""
+    for device in {local.tensor.device for local in pieces if local.tensor.device.type != "cpu"}:
+        torch.accelerator.current_stream(device).synchronize()

@@ -1,0 +1,347 @@
+"""One session on one publisher rank: tables out, wants in, buckets out until every member has taken them.
+
+    Table -> Wants of every member -> Plan -> (pack, start, Bucket ... Taken) a bucket -> every bucket taken
+
+Guarantees: a slot is packed again only when its bucket was sent and taken by all of its lane. Nothing is planned twice
+for the same table and wants. `Sender.send` ends when the session does: with all buckets taken, or with `Broken`.
+Assumes: one session at a time, on the server's thread, which hears what members say meanwhile (`Pump`).
+Does not: decide who is a member or what a loss means (``sync.coordinating``).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import msgspec
+import xxhash
+
+from holdfast import events
+from holdfast.errors import DeadlineExceeded, HoldfastError, PeerLost
+from holdfast.sync import messages
+from holdfast.sync.delta import narrowed
+from holdfast.sync.layout import plan_buckets
+from holdfast.sync.moving import Walk
+from holdfast.sync.transports.base import SLOTS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    from holdfast.boxes import Box
+    from holdfast.engine.messages import Message
+    from holdfast.outcome import AbortReason
+    from holdfast.sync.deadline import Deadline
+    from holdfast.sync.layout import BucketPlan, Part, Piece
+    from holdfast.sync.links import Link
+    from holdfast.sync.pieces import Local
+    from holdfast.sync.seam import PublisherOptions
+    from holdfast.sync.transports.base import Channels, SendChannel
+
+_PLANS_KEPT: Final = 4
+"""Sets of members that take turns, say a fleet and a late joiner, need not be planned for each time."""
+
+
+class Broken(Exception):
+    """The session can't go on; its members' states, or `Session.over`, say why."""
+
+
+class ChannelBroken(HoldfastError):
+    """Buckets can't be sent over the present channel; a new one may do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One version on one publisher rank.
+
+    ``lease``: for the time of its context the memory of each piece. ``changed``: for each piece what differs from an
+    earlier version, None where everything is to be sent.
+    """
+
+    version: int
+    table: tuple[Piece, ...]
+    digest: str
+    lease: Callable[[], AbstractContextManager[Sequence[Local]]]
+    changed: Callable[[int | None], list[list[Box]] | None]
+
+
+@dataclass(slots=True, eq=False)
+class Guest:
+    """A receiver whose link is up. ``settled``: the version that it has, or won't get, of this publisher's last."""
+
+    name: str
+    link: Link
+    address: bytes
+    ask: messages.Ask | None = None
+    asked_at: float = 0.0
+    settled: int | None = None
+    table: str = ""
+    """Digest of the table that it was told last; of the plan likewise."""
+    plan: str = ""
+    wants: tuple[str, tuple[Part, ...]] = ("", ())
+    """What it said last that it wants, by its digest."""
+
+    def learn(self, message: Message) -> None:
+        """Keep what will be told by its digest alone from now on, also in a session that is over by the time."""
+        if isinstance(message, messages.Wants) and message.parts is not None:
+            self.wants = message.digest, message.parts
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A guest in a session. ``state``: going, ready, committed, aborted, failed or lost."""
+
+    guest: Guest
+    number: int
+    wants: messages.Wants | None = None
+    state: str = "going"
+    reason: AbortReason | None = None
+
+    @property
+    def name(self) -> str:
+        return self.guest.name
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in ("committed", "aborted", "failed", "lost")
+
+
+class Session:
+    """Who takes part in bringing ``version`` to whom, and how far it has come."""
+
+    def __init__(self, number: int, version: int, guests: Sequence[Guest], *, atomic: bool) -> None:
+        self.number = number
+        self.version = version
+        self.members: list[Member] = []
+        self.atomic = atomic
+        self.phase = "begin"
+        self.over: AbortReason | None = None
+        self.again = False
+        """Where it is over: the same members may have another one."""
+        self.decided = False
+        """Every member is to commit: what becomes of one changes nothing for the others."""
+        self.awaited: dict[int, set[int]] = {}
+        """By bucket under way: numbers of the members that have not taken it."""
+        for guest in guests:
+            self.add(guest)
+
+    def add(self, guest: Guest) -> None:
+        """One more member."""
+        self.members.append(Member(guest, len(self.members)))
+
+    def member(self, guest: Guest) -> Member | None:
+        return next((member for member in self.members if member.guest is guest), None)
+
+    def check(self) -> None:
+        """Raise `Broken` if the session can't go on."""
+        if self.over is not None:
+            raise Broken
+        if not self.decided and any(member.state in ("failed", "lost") for member in self.members):
+            raise Broken
+
+    def heard(self, member: Member, message: Message) -> bool:
+        """Take in what a member says of buckets; False if it is none of that, or not to be believed."""
+        if isinstance(message, messages.Taken):
+            self.awaited.get(message.seq, set()).discard(member.number)
+            return True
+        if isinstance(message, messages.Wants):
+            if message.digest != member.guest.wants[0]:
+                return False
+            member.wants = message
+            return True
+        return False
+
+
+class Pump(Protocol):
+    """How a session waits: everything that is said meanwhile is heard, by whomever it concerns."""
+
+    def pump(self, until: Callable[[], bool]) -> None:
+        """Returns when ``until()``, which may raise."""
+        ...
+
+    def aside(self, function: Callable[[], Any], check: Callable[[], None]) -> Any:
+        """What ``function``, which blocks, returns or raises; left behind on its thread if ``check()`` raises."""
+        ...
+
+    def patience(self) -> Deadline:
+        """As long as a peer may be silent from now on."""
+        ...
+
+
+class Sender:
+    """This rank's part of sessions, its channel to the present members and the plans for them."""
+
+    def __init__(self, channels: Channels, options: PublisherOptions, pump: Pump) -> None:
+        self._channels = channels
+        self._bucket_bytes = options.bucket_bytes
+        self._pump = pump
+        self._channel: SendChannel | None = None
+        self._guests: list[Guest] = []
+        self._offers: list[bytes] = []
+        self._epoch = 0
+        self._next_seq = 0
+        self._is_open = False
+        self._plans: OrderedDict[str, list[Walk]] = OrderedDict()
+        self.bytes_sent = 0
+
+    def send(self, session: Session, source: Source) -> None:
+        """Send ``source`` to the members; returns when they have taken all of it.
+
+        Raises `Broken`; the channel is closed then. `ConfigError` if the version can't be sent in these buckets.
+        """
+        try:
+            with source.lease() as pieces:
+                self._send(session, source, pieces)
+        except BaseException:
+            self.drop_channel()
+            raise
+
+    def drop_channel(self) -> None:
+        """The next session makes a new one; idempotent."""
+        channel, self._channel = self._channel, None
+        self._guests = []
+        if channel is not None:
+            channel.close()
+
+    def _send(self, session: Session, source: Source, pieces: Sequence[Local]) -> None:
+        session.phase = "tables"
+        channel = self._channel_to(session)
+        for member in session.members:
+            guest = member.guest
+            guest.link.send(
+                messages.Table(
+                    session.number,
+                    source.digest,
+                    None if source.digest == guest.table else source.table,
+                    self._bucket_bytes,
+                    self._epoch,
+                    self._next_seq,
+                    self._offers[member.number],
+                )
+            )
+            guest.table = source.digest
+        self._pump.pump(lambda: self._all_want(session))
+        if not self._is_open:
+            session.phase = "channels"
+            self._blocking(channel, lambda: channel.open(self._pump.patience()), session)
+            self._is_open = True
+        session.phase = "plan"
+        walks, called, bases = self._plan(session, source)
+        self._tell_plan(session, walks, called, bases)
+        first = self._next_seq
+        self._next_seq += len(walks)
+        for index, walk in enumerate(walks):
+            if index >= SLOTS:
+                self._wait_free(session, channel, first, index - SLOTS, walks)
+            self._send_bucket(session, pieces, channel, first, index, walk)
+        for index in range(max(0, len(walks) - SLOTS), len(walks)):
+            self._wait_free(session, channel, first, index, walks)
+
+    def _channel_to(self, session: Session) -> SendChannel:
+        guests = [member.guest for member in session.members]
+        if self._channel is None or guests != self._guests:
+            self.drop_channel()
+            addresses = [guest.address for guest in guests]
+            self._channel = self._channels.send_channel(addresses, self._bucket_bytes)
+            self._guests, self._epoch, self._next_seq = guests, self._epoch + 1, 0
+            self._offers = [self._channel.offer(number) for number in range(len(guests))]
+            self._is_open = False
+        return self._channel
+
+    def _all_want(self, session: Session) -> bool:
+        session.check()
+        return all(member.wants is not None for member in session.members)
+
+    def _plan(self, session: Session, source: Source) -> tuple[list[Walk], str, list[int | None]]:
+        """The buckets, what they are called, and by member the version that they differ from."""
+        wants = [member.wants for member in session.members if member.wants is not None]
+        parts: list[Sequence[Part]] = [member.guest.wants[1] for member in session.members]
+        bases: list[int | None] = []
+        for number, want in enumerate(wants):
+            changed = source.changed(want.base_version)
+            bases.append(None if changed is None else want.base_version)
+            parts[number] = narrowed(parts[number], changed)
+        key = "/".join([source.digest, *(want.digest for want in wants)])
+        if any(base is not None for base in bases):
+            # Nothing else will ever differ in the same way.
+            return self._walks(source, parts), f"{key}/{source.version}/{bases}", bases
+        if key not in self._plans:
+            self._plans[key] = self._walks(source, parts)
+            while len(self._plans) > _PLANS_KEPT:
+                self._plans.popitem(last=False)
+        self._plans.move_to_end(key)
+        return self._plans[key], key, bases
+
+    def _walks(self, source: Source, parts: Sequence[Sequence[Part]]) -> list[Walk]:
+        return [Walk(plan) for plan in plan_buckets(source.table, parts, self._bucket_bytes)]
+
+    def _tell_plan(self, session: Session, walks: list[Walk], called: str, bases: Sequence[int | None]) -> None:
+        for member in session.members:
+            digest = xxhash.xxh3_128_hexdigest(f"{member.number}/{called}".encode())
+            buckets = None
+            if digest != member.guest.plan:
+                buckets = tuple(
+                    messages.PlannedBucket(index, walk.plan)
+                    for index, walk in enumerate(walks)
+                    if member.number in walk.plan.lane
+                )
+                member.guest.plan = digest
+            member.guest.link.send(messages.Plan(session.number, digest, buckets, bases[member.number]))
+
+    def _send_bucket(
+        self,
+        session: Session,
+        pieces: Sequence[Local],
+        channel: SendChannel,
+        first: int,
+        index: int,
+        walk: Walk,
+    ) -> None:
+        plan = walk.plan
+        session.phase = f"bucket {index}"
+        kind, total = "", 0
+        if plan.nbytes:
+            memory = channel.slot((first + index) % SLOTS)[: plan.nbytes]
+            kind, total = walk.give(pieces, memory)
+            self._start(channel, first + index, plan)
+            self.bytes_sent += plan.nbytes
+            events.count("sync_bytes_sent", plan.nbytes)
+        session.awaited[index] = set(plan.lane)
+        said = messages.Bucket(session.number, index, plan.nbytes, total, kind)
+        for number in plan.lane:
+            session.members[number].guest.link.send(said)
+
+    def _start(self, channel: SendChannel, seq: int, plan: BucketPlan) -> None:
+        try:
+            channel.start(seq, plan.nbytes, plan.lane)
+        except PeerLost as error:
+            raise ChannelBroken(str(error)) from error
+
+    def _wait_free(self, session: Session, channel: SendChannel, first: int, index: int, walks: Sequence[Walk]) -> None:
+        """Wait until the slot of bucket ``index`` may be filled again."""
+        self._pump.pump(lambda: self._is_taken(session, index))
+        if walks[index].plan.nbytes:
+            self._blocking(channel, lambda: channel.wait_sent(first + index, self._pump.patience()), session)
+
+    def _is_taken(self, session: Session, index: int) -> bool:
+        session.check()
+        if session.awaited[index]:
+            return False
+        del session.awaited[index]
+        return True
+
+    def _blocking(self, channel: SendChannel, function: Callable[[], None], session: Session) -> None:
+        try:
+            if channel.blocks:
+                self._pump.aside(function, session.check)
+            else:
+                function()
+        except (PeerLost, DeadlineExceeded) as error:
+            session.check()
+            raise ChannelBroken(str(error)) from error
+
+
+def digest_of(table: Sequence[Piece]) -> str:
+    """What a table is called."""
+    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(table))

@@ -1,0 +1,287 @@
+"""One session on a receiver: tables in, wants out, buckets in, each verified and applied to a destination.
+
+    Table of every rank -> select -> Wants -> (Plan -> (Bucket -> take -> verify -> unpack -> Taken) a bucket) a rank
+
+Guarantees: nothing is complete, or taken, before its buckets have matched the checksums that came with them.
+What was planned for the same tables and destination is not planned again.
+Assumes: the destination's memory stays as it is until the session is over.
+Does not: commit (``sync.receiving``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import torch.distributed as dist
+import xxhash
+
+from holdfast import events
+from holdfast.dtypes import ITEMSIZE
+from holdfast.errors import CheckpointCorrupt, DeadlineExceeded, HoldfastError, PeerLost, StateMismatch, listed
+from holdfast.outcome import AbortReason
+from holdfast.sync import messages
+from holdfast.sync.layout import Part, Piece, select
+from holdfast.sync.moving import Walk
+from holdfast.sync.pieces import destinations_of, places_of
+from holdfast.sync.seam import TensorInfo
+from holdfast.sync.transports.base import SLOTS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+
+    from holdfast.sync.connection import Connection
+    from holdfast.sync.deadline import Deadline
+    from holdfast.sync.pieces import Local
+    from holdfast.sync.seam import Destination
+    from holdfast.sync.transports.base import Channels, ReceiveChannel
+
+
+class _Break(NamedTuple):
+    """Why a channel is of no use any more."""
+
+    error: HoldfastError
+
+
+class _Selection(NamedTuple):
+    """What is taken of whom, and where it goes."""
+
+    tensors: dict[str, torch.Tensor]
+    parts: list[list[Part]]
+    digests: list[str]
+    places: Mapping[str, Sequence[Local]]
+    nbytes: dict[str, int]
+    """What is to come of each name."""
+
+
+class Taker:
+    """Of one connection: the channels of its ranks, and what they need not tell again."""
+
+    def __init__(self, connection: Connection, channels: Channels) -> None:
+        ranks = len(connection.links)
+        self.connection = connection
+        self._channels_of = channels
+        self._tables = connection.tables
+        self._channels: list[tuple[int, ReceiveChannel] | None] = [None] * ranks
+        self._wanted = [""] * ranks
+        self._walks: list[tuple[str, list[Walk]]] = [("", [])] * ranks
+        self._written: Destination | None = None
+        self._published: tuple[tuple[str, ...], dict[str, TensorInfo]] = ((), {})
+        self._selected: tuple[tuple[str, ...], _Selection] | None = None
+
+    def drop_channels(self) -> None:
+        """The next session makes new ones; idempotent."""
+        for rank, known in enumerate(self._channels):
+            self._channels[rank] = None
+            if known is not None:
+                known[1].close()
+
+    def take(self, begin: messages.Begin, destination: Destination, deadline: Deadline, *, own: bool) -> None:
+        """Bring the version to ``destination``; returns when all of it is there and right.
+
+        own: what the destination may hold already is a version of this very publisher.
+
+        Raises `StateMismatch`, `CheckpointCorrupt`, and as `Connection.next`.
+        """
+        connection = self.connection
+        connection.phase = "tables"
+        told = [connection.next(rank, messages.Table, deadline, what="the table") for rank in range(len(self._tables))]
+        for rank, table in enumerate(told):
+            if self._tables[rank].digest != table.digest:
+                raise HoldfastError(f"publisher rank {rank} names a table that it hasn't told")
+        selection = self._select(destination)
+        # What a session that was given up has written is no version any more.
+        base = destination.base if own and self._written is not destination else None
+        for rank, digest in enumerate(selection.digests):
+            parts = None if digest == self._wanted[rank] else tuple(selection.parts[rank])
+            connection.send(rank, messages.Wants(begin.session, digest, parts, base))
+            self._wanted[rank] = digest
+        connection.phase = "channels"
+        channels = [self._channel(rank, table, deadline) for rank, table in enumerate(told)]
+        left, is_whole = dict(selection.nbytes), True
+        for name in [name for name, nbytes in left.items() if not nbytes]:
+            destination.complete(name)
+        for rank, table in enumerate(told):
+            taking = _Taking(rank, table, channels[rank], self._tables[rank].items, selection.places)
+            is_whole = self._take_rank(begin, taking, destination, left, deadline) and is_whole
+        lacking = [name for name, nbytes in left.items() if nbytes]
+        if lacking and is_whole:
+            raise HoldfastError(f"publisher ranks left out parts of {listed(lacking)}, which they have offered")
+        for name in lacking:
+            destination.complete(name)
+
+    # what to take -------------------------------------------------------------------------------------------------
+
+    def _select(self, destination: Destination) -> _Selection:
+        digests = tuple(table.digest for table in self._tables)
+        if self._published[0] != digests:
+            self._published = (
+                digests,
+                {piece.name: TensorInfo(piece.shape, piece.dtype) for table in self._tables for piece in table.items},
+            )
+        names = destination.select(self._published[1])
+        tensors = {name: destination.memory(name) for name in names}
+        known = self._selected
+        if known is not None and known[0] == digests and not destination.streaming:
+            before = known[1].tensors
+            if len(before) == len(tensors) and all(before.get(name) is tensor for name, tensor in tensors.items()):
+                return known[1]
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        wanted, places = places_of(tensors, rank=rank)
+        parts = _parts([table.items for table in self._tables], wanted, set(names))
+        nbytes = dict.fromkeys(names, 0)
+        for table, of_rank in zip(self._tables, parts, strict=True):
+            for part in of_rank:
+                piece = table.items[part.piece]
+                nbytes[piece.name] += part.box.volume * ITEMSIZE[piece.dtype]
+        said = [xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(of_rank)) for of_rank in parts]
+        selection = _Selection(tensors, parts, said, places, nbytes)
+        self._selected = digests, selection
+        return selection
+
+    def _channel(self, rank: int, table: messages.Table, deadline: Deadline) -> ReceiveChannel:
+        known = self._channels[rank]
+        if known is not None and known[0] == table.epoch:
+            return known[1]
+        if known is not None:
+            known[1].close()
+        channel = self._channels_of.receive_channel(table.channel, table.bucket_bytes)
+        self._channels[rank] = table.epoch, channel
+        self._carry(rank, channel, lambda: channel.open(deadline), deadline, "the channel")
+        return channel
+
+    def _carry(
+        self,
+        rank: int,
+        channel: ReceiveChannel,
+        function: Callable[[], Any],
+        deadline: Deadline,
+        what: str,
+        *,
+        blocks: bool = True,
+    ) -> Any:
+        """What ``function`` of a channel returns. If the channel breaks, another session is waited for."""
+        connection = self.connection
+
+        def carried() -> Any:
+            try:
+                return function()
+            except (PeerLost, DeadlineExceeded) as error:
+                return _Break(error)
+
+        result = connection.aside(rank, carried, deadline, what=what) if blocks and channel.blocks else carried()
+        if isinstance(result, _Break):
+            connection.send(0, messages.Broke(connection.session, AbortReason.of(result.error, rank=0)))
+            while True:
+                connection.wait(deadline, 0, "another session")
+        return result
+
+    # buckets ------------------------------------------------------------------------------------------------------
+
+    def _take_rank(
+        self, begin: messages.Begin, taking: _Taking, destination: Destination, left: dict[str, int], deadline: Deadline
+    ) -> bool:
+        """Take all buckets of a rank; False if they are only what differs from what the destination holds."""
+        connection, rank = self.connection, taking.rank
+        connection.phase = "plan"
+        plan = connection.next(rank, messages.Plan, deadline, what="the plan")
+        buckets = connection.plans[rank].items
+        if connection.plans[rank].digest != plan.digest:
+            raise HoldfastError(f"publisher rank {rank} names a plan that it hasn't told")
+        if self._walks[rank][0] != plan.digest:
+            self._walks[rank] = plan.digest, [Walk(planned.plan) for planned in buckets]
+        walks = self._walks[rank][1]
+        posted = 0
+        for number, planned in enumerate(buckets):
+            while posted < min(len(buckets), number + SLOTS):
+                self._post(taking, buckets[posted], deadline)
+                posted += 1
+            connection.phase = f"bucket {planned.seq}"
+            said = connection.next(rank, messages.Bucket, deadline, what=f"bucket {planned.seq}")
+            if said.seq != planned.seq or said.nbytes != planned.plan.nbytes:
+                raise HoldfastError(f"publisher rank {rank} sent bucket {said.seq}, expected {planned.seq}")
+            if said.nbytes:
+                self._written = destination
+                self._apply(begin, taking, planned, walks[number], said, deadline)
+            connection.send(rank, messages.Taken(begin.session, planned.seq))
+            for name, nbytes in taking.counts(planned):
+                left[name] -= nbytes
+                if nbytes and not left[name]:
+                    destination.complete(name)
+            connection.beat()
+        return plan.base_version is None
+
+    def _post(self, taking: _Taking, planned: messages.PlannedBucket, deadline: Deadline) -> None:
+        plan, seq = planned.plan, taking.table.first + planned.seq
+        if plan.nbytes:
+            self._carry(
+                taking.rank,
+                taking.channel,
+                lambda: taking.channel.post(seq, plan.nbytes, plan.lane),
+                deadline,
+                f"bucket {planned.seq}",
+                blocks=False,
+            )
+
+    def _apply(
+        self,
+        begin: messages.Begin,
+        taking: _Taking,
+        planned: messages.PlannedBucket,
+        walk: Walk,
+        said: messages.Bucket,
+        deadline: Deadline,
+    ) -> None:
+        channel, seq = taking.channel, taking.table.first + planned.seq
+        memory = self._carry(
+            taking.rank, channel, lambda: channel.take(seq, deadline), deadline, f"bucket {planned.seq}"
+        )
+        found = walk.take(memory, taking.destinations, said.kind)
+        if found != said.checksum:
+            names = list(dict.fromkeys(name for name, _ in taking.counts(planned)))
+            raise CheckpointCorrupt(
+                f"bucket {planned.seq} of version {begin.version} from publisher rank {taking.rank} did not arrive as "
+                f"it was sent: {said.nbytes} bytes have checksum {found:016x}, sent was {said.checksum:016x} (tensors "
+                f"{', '.join(names[:5])}). Nothing was committed; receive again",
+                path=f"publisher rank {taking.rank}, version {begin.version}, bucket {planned.seq}",
+                tensor=names[0] if names else None,
+                byte_range=(0, said.nbytes),
+            )
+        channel.release(seq)
+        events.count("sync_bytes_received", said.nbytes)
+
+
+class _Taking:
+    """What is taken of one rank in one session."""
+
+    def __init__(
+        self,
+        rank: int,
+        table: messages.Table,
+        channel: ReceiveChannel,
+        pieces: tuple[Piece, ...],
+        places: Mapping[str, Sequence[Local]],
+    ) -> None:
+        self.rank = rank
+        self.table = table
+        self.channel = channel
+        self.destinations = destinations_of(pieces, places)
+        self._pieces = pieces
+
+    def counts(self, planned: messages.PlannedBucket) -> list[tuple[str, int]]:
+        """The names in a bucket, with their bytes."""
+        return [(self._pieces[entry.piece].name, entry.nbytes) for entry in planned.plan.entries]
+
+
+def _parts(tables: Sequence[Sequence[Piece]], wanted: Any, names: set[str]) -> list[list[Part]]:
+    """`select`, but of tensors called ``names`` alone: of a tied parameter the other names are left out."""
+    numbers = [[number for number, piece in enumerate(table) if piece.name in names] for table in tables]
+    kept = [[table[number] for number in of_rank] for table, of_rank in zip(tables, numbers, strict=True)]
+    if not any(kept) and wanted:
+        raise StateMismatch("nothing is published under the names that are wanted", missing=tuple(sorted(names)))
+    return [
+        [Part(of_rank[part.piece], part.offsets, part.sizes) for part in parts]
+        for of_rank, parts in zip(numbers, select(kept, wanted), strict=True)
+    ]

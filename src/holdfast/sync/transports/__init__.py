@@ -1,0 +1,1 @@
+"""How versions travel: a module a transport."""

@@ -1,0 +1,208 @@
+"""Weights between processes of one host, through memory that both have mapped.
+
+A publisher rank packs into two slots of a sealed memfd; each member of its sessions maps them, to read only, and takes
+what it wants straight from there. Nothing is sent but words. The memory is handed over by descriptor, on a datagram
+socket that each receiver has; where that fails, by its path in ``/proc``.
+
+Guarantees: who was given up keeps the memory it has mapped, and nobody writes there any more: the next members get
+other memory. Nothing is left behind in any file system.
+Assumes Linux, and that publisher and receivers run as the same user.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import mmap
+import os
+import secrets
+import socket
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from holdfast.errors import ConfigError
+from holdfast.plan.write import round_up
+from holdfast.staging.image import PAGE_BYTES, Image
+from holdfast.sync.transports.base import SLOTS
+from holdfast.sync.transports.linked import LinkedTransport
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from holdfast.sync.deadline import Deadline
+    from holdfast.sync.transports.base import Channels
+
+_COOKIE_BYTES = 16
+
+
+class SharedMemoryTransport(LinkedTransport):
+    """Versions through shared memory, within one host.
+
+    Args:
+        rendezvous: where both sides find one another: a directory, ``"tcp://host:port"``, or a torch Store.
+        process_group: the publisher ranks; the default group where there is one. Receivers need none.
+        peer_timeout_s: seconds of silence after which a peer is given up.
+    """
+
+    def __init__(self, rendezvous: Any, *, process_group: Any | None = None, peer_timeout_s: float = 30.0) -> None:
+        super().__init__(rendezvous, process_group=process_group, peer_timeout_s=peer_timeout_s)
+
+    def make_channels(self) -> Channels:
+        return SharedMemoryChannels()
+
+
+class _Offer(msgspec.Struct, frozen=True, array_like=True):
+    cookie: bytes
+    path: str
+    nbytes: int
+
+
+class SharedMemoryChannels:
+    """See the module; implements `Channels`."""
+
+    host = "127.0.0.1"
+
+    def __init__(self) -> None:
+        self._mailbox: _Mailbox | None = None
+
+    def address(self) -> bytes:
+        if self._mailbox is None:
+            self._mailbox = _Mailbox()
+        return self._mailbox.address
+
+    def send_channel(self, addresses: Sequence[bytes], bucket_bytes: int) -> SendSlots:
+        return SendSlots(addresses, bucket_bytes)
+
+    def receive_channel(self, offer: bytes, bucket_bytes: int) -> ReceiveSlots:
+        assert self._mailbox is not None
+        told = msgspec.msgpack.decode(offer, type=_Offer)
+        fd = self._mailbox.take(told.cookie)
+        if fd is None:
+            try:
+                fd = os.open(told.path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise ConfigError(
+                    f"the publisher's memory can't be opened ({told.path}: {error.strerror}); SharedMemoryTransport "
+                    "needs both sides on one host, in one container, as one user",
+                    field="transport",
+                ) from error
+        try:
+            return ReceiveSlots(fd, told.nbytes, bucket_bytes)
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        mailbox, self._mailbox = self._mailbox, None
+        if mailbox is not None:
+            mailbox.close()
+
+
+class SendSlots:
+    """The two slots of a publisher rank; implements `SendChannel`."""
+
+    blocks = False
+
+    def __init__(self, addresses: Sequence[bytes], bucket_bytes: int) -> None:
+        self._addresses = addresses
+        self._slot_bytes = round_up(bucket_bytes, PAGE_BYTES)
+        self._bucket_bytes = bucket_bytes
+        # Not warmed up: small models never touch most of it, and others do so once.
+        self._image = Image(SLOTS * self._slot_bytes)
+
+    def offer(self, member: int) -> bytes:
+        cookie = secrets.token_bytes(_COOKIE_BYTES)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [self._image.fd]))]
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+            sock.settimeout(0.0)
+            sock.sendmsg([cookie], rights, 0, self._addresses[member])
+        path = f"/proc/{os.getpid()}/fd/{self._image.fd}"
+        return msgspec.msgpack.encode(_Offer(cookie, path, self._image.nbytes))
+
+    def open(self, deadline: Deadline) -> None:
+        pass
+
+    def slot(self, slot: int) -> torch.Tensor:
+        start = slot * self._slot_bytes
+        return self._image.bytes_view[start : start + self._bucket_bytes]
+
+    def start(self, seq: int, nbytes: int, lane: Sequence[int]) -> None:
+        pass
+
+    def wait_sent(self, seq: int, deadline: Deadline) -> None:
+        pass
+
+    def close(self) -> None:
+        self._image.close()
+
+
+class ReceiveSlots:
+    """A publisher rank's slots, mapped to be read; implements `ReceiveChannel`."""
+
+    blocks = False
+
+    def __init__(self, fd: int, nbytes: int, bucket_bytes: int) -> None:
+        slot_bytes = round_up(bucket_bytes, PAGE_BYTES)
+        if nbytes != SLOTS * slot_bytes or os.fstat(fd).st_size != nbytes:
+            raise ConfigError(
+                f"the publisher offers {nbytes} bytes of memory for buckets of {bucket_bytes}; run the same version "
+                "of Holdfast on both sides",
+                field="transport",
+            )
+        self._slot_bytes = slot_bytes
+        self._nbytes: dict[int, int] = {}
+        mapped = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it can't be written to is what is wanted
+            self._memory = torch.frombuffer(mapped, dtype=torch.uint8)
+
+    def open(self, deadline: Deadline) -> None:
+        pass
+
+    def post(self, seq: int, nbytes: int, lane: Sequence[int]) -> None:
+        assert lane
+        self._nbytes[seq] = nbytes
+
+    def take(self, seq: int, deadline: Deadline) -> torch.Tensor:  # noqa: ARG002 - it is there already
+        start = seq % SLOTS * self._slot_bytes
+        return self._memory[start : start + self._nbytes[seq]]
+
+    def release(self, seq: int) -> None:
+        del self._nbytes[seq]
+
+    def close(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+
+class _Mailbox:
+    """Where publisher ranks hand over descriptors, each with a cookie that is told on the link too."""
+
+    def __init__(self) -> None:
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._sock.settimeout(0.0)
+        self._sock.bind(b"\0holdfast-sync-" + secrets.token_hex(16).encode())
+        self.address: bytes = self._sock.getsockname()
+        self._fds: dict[bytes, int] = {}
+
+    def take(self, cookie: bytes) -> int | None:
+        """The descriptor that came with ``cookie``; its taker closes it."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                data, fds, _, _ = socket.recv_fds(self._sock, _COOKIE_BYTES, 1)
+                for fd in fds:
+                    self._put(data, fd)
+        return self._fds.pop(cookie, None)
+
+    def _put(self, cookie: bytes, fd: int) -> None:
+        old = self._fds.pop(cookie, None)
+        if old is not None:
+            os.close(old)
+        self._fds[cookie] = fd
+
+    def close(self) -> None:
+        self._sock.close()
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
