@@ -1,0 +1,416 @@
+"""Weights from publisher ranks to receivers, in processes of their own: any number of each, any placement of each.
+
+The ranks of one job play both: the first publish, as a group of their own, the others receive.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import run_job
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from worlds import Net, fill, fsdp, tensor_parallel
+
+import holdfast
+from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, DeadlineExceeded, StateMismatch
+
+TIMEOUT_S = 20.0
+VERSIONS = 50
+DTYPES = (
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.uint8, torch.bool),
+    *(torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.complex32),
+)
+_jobs = itertools.count()
+
+
+def transport_of(kind: str, place: Path, group: Any = None) -> Any:
+    if kind == "shared memory":
+        return holdfast.sync.SharedMemoryTransport(place, process_group=group, peer_timeout_s=10.0)
+    return holdfast.sync.ProcessGroupTransport(place, "gloo", process_group=group, peer_timeout_s=10.0)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local.detach().contiguous()
+    return local.reshape(-1).view(torch.uint8) if local.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str) -> None:
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(bits(found[name]), bits(tensor)), f"{what}: {name} differs"
+
+
+def whole_of(version: int) -> dict[str, torch.Tensor]:
+    """A small state with every dtype, and shapes that are easy to get wrong; the values follow from the version."""
+    generator = torch.Generator().manual_seed(version)
+    state: dict[str, torch.Tensor] = {}
+    for dtype in DTYPES:
+        raw = torch.randint(0, 256, (13 * 6 * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+        raw = raw % 2 if dtype == torch.bool else raw
+        state[f"of.{str(dtype).removeprefix('torch.')}"] = raw.view(dtype).view(13, 6)
+    state["scalar"] = torch.tensor(float(version))
+    state["none"] = torch.empty(0, 4)
+    state["turned"] = torch.randn(5, 9, generator=generator).t()
+    state["large"] = torch.randn(50, 40, generator=generator)
+    return state
+
+
+def sharded(whole: dict[str, torch.Tensor], mesh: DeviceMesh, dim: int) -> dict[str, torch.Tensor]:
+    """Those of two dimensions cut along ``dim``; each rank has the same whole state to begin with."""
+    floats = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    return {
+        name: distribute_tensor(tensor, mesh, [Shard(dim)], src_data_rank=None)
+        if tensor.dim() == 2 and tensor.dtype in floats and tensor.numel()
+        else tensor
+        for name, tensor in whole.items()
+    }
+
+
+def roles(publishers: int) -> tuple[bool, Any, DeviceMesh | None]:
+    """Whether this rank publishes, the group and the mesh of its role; the mesh is None for one alone."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sides = [list(range(publishers)), list(range(publishers, world))]
+    groups = [dist.new_group(side) for side in sides]
+    mine = 0 if rank < publishers else 1
+    mesh = DeviceMesh.from_group(groups[mine], "cpu") if len(sides[mine]) > 1 else None
+    return not mine, groups[mine], mesh
+
+
+# every version, bit by bit ---------------------------------------------------------------------------------------
+
+
+def versions_in_a_row(place: str, kind: str, publishers: str, bypass: str) -> None:
+    publishes, group, mesh = roles(int(publishers))
+    receivers = dist.get_world_size() - int(publishers)
+    transport = transport_of(kind, Path(place), group)
+    if publishes:
+        options = {"bucket_bytes": 2048, "bypass_cpu": bypass == "True", "receivers": receivers}
+        with holdfast.sync.Publisher(transport, **options) as publisher:
+            for version in range(1, VERSIONS + 1):
+                whole = whole_of(version)
+                weights = sharded(whole, mesh, 0) if mesh is not None else whole
+                published = publisher.publish(weights, version, timeout=TIMEOUT_S)
+                assert published.version == version
+                if bypass == "True":
+                    assert (published.receivers, published.lost) == (receivers, 0)
+                else:
+                    dist.barrier()
+            dist.barrier()
+        return
+    into = {name: torch.zeros_like(tensor) for name, tensor in whole_of(0).items()}
+    if mesh is not None:
+        into = sharded(into, mesh, 1)
+    with holdfast.sync.Receiver(transport) as receiver:
+        for version in range(1, VERSIONS + 1):
+            assert receiver.receive(into, timeout=TIMEOUT_S) == version == receiver.version
+            assert not receiver.dirty
+            expected = whole_of(version)
+            assert_same_bits(into, sharded(expected, mesh, 1) if mesh is not None else expected, f"version {version}")
+            if bypass != "True":
+                dist.barrier()
+        dist.barrier()
+
+
+@pytest.mark.parametrize("kind", ["shared memory", "gloo"])
+@pytest.mark.parametrize(("publishers", "receivers"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_fifty_versions_in_a_row_arrive_bit_by_bit(tmp_path: Path, kind: str, publishers: int, receivers: int) -> None:
+    bypass = (publishers + receivers) % 2 == 0
+    run_job(versions_in_a_row, nproc=publishers + receivers, args=[tmp_path, kind, publishers, bypass])
+
+
+# models ----------------------------------------------------------------------------------------------------------
+
+
+def fsdp_to_tensor_parallel(place: str, kind: str) -> None:
+    publishes, group, mesh = roles(2)
+    assert mesh is not None
+    transport = transport_of(kind, Path(place), group)
+    if publishes:
+        with holdfast.sync.Publisher(transport, bucket_bytes=512, receivers=2) as publisher:
+            for version in range(3):
+                model = Net()
+                fill(model, f"version {version}")
+                model = fsdp(model, mesh)
+                publisher.publish(dict(model.named_parameters()), version, timeout=TIMEOUT_S)
+            dist.barrier()
+        return
+    model = Net()
+    fill(model, "before")
+    model = tensor_parallel(model, mesh)
+    mean = model.mean.clone()
+    with holdfast.sync.Receiver(transport) as receiver:
+        for version in range(3):
+            assert receiver.receive(model, timeout=TIMEOUT_S, streaming=version == 1) == version
+            expected = Net()
+            fill(expected, f"version {version}")
+            expected = tensor_parallel(expected, mesh)
+            found = dict(model.named_parameters())
+            assert_same_bits(found, dict(expected.named_parameters()), f"version {version}")
+            assert torch.equal(model.mean, mean)  # a buffer that isn't published
+        dist.barrier()
+
+
+@pytest.mark.parametrize("kind", ["shared memory", "gloo"])
+def test_a_model_goes_from_two_ranks_of_fsdp_to_two_of_tensor_parallelism(tmp_path: Path, kind: str) -> None:
+    run_job(fsdp_to_tensor_parallel, nproc=4, args=[tmp_path, kind])
+
+
+# mistakes --------------------------------------------------------------------------------------------------------
+
+
+def mistakes_are_told_to_both_sides(place: str, kind: str) -> None:
+    publishes, _, _ = roles(1)
+    transport = transport_of(kind, Path(place))
+    right = {"a": torch.ones(4, 3), "b": torch.ones(5)}
+    wrong: list[tuple[dict[str, torch.Tensor], str, tuple[str, ...]]] = [
+        ({"a": torch.zeros(4, 3)}, "unexpected", ("b",)),
+        ({**{name: torch.zeros_like(t) for name, t in right.items()}, "c": torch.zeros(2)}, "missing", ("c",)),
+        ({"a": torch.zeros(3, 4), "b": torch.zeros(5)}, "mismatched", ("a",)),
+        ({"a": torch.zeros(4, 3), "b": torch.zeros(5, dtype=torch.bfloat16)}, "mismatched", ("b",)),
+    ]
+    if publishes:
+        with holdfast.sync.Publisher(transport) as publisher:
+            for version, (_, what, names) in enumerate(wrong):
+                with pytest.raises(StateMismatch) as caught:
+                    publisher.publish(right, version, timeout=TIMEOUT_S)
+                assert getattr(caught.value, what) == names
+            assert publisher.publish(right, 10, timeout=TIMEOUT_S).receivers == 1
+            for version in (10, 9):
+                with pytest.raises(ConfigError, match="isn't greater"):
+                    publisher.publish(right, version)
+            dist.barrier()
+            with pytest.raises(DeadlineExceeded, match="a receiver to ask"):
+                publisher.publish(right, 11, timeout=0.3)
+        dist.barrier()
+        transport = transport_of(kind, Path(place))
+        publisher = holdfast.sync.Publisher(transport, bucket_bytes=11)
+        with pytest.raises(ConfigError, match=r"a row of .a..*12 bytes"):
+            publisher.publish(right, 12, timeout=TIMEOUT_S)
+        publisher.close()
+        dist.barrier()
+        with holdfast.sync.Publisher(transport) as publisher:
+            with pytest.raises(ConfigError, match="of an earlier publisher"):
+                publisher.publish(right, 3, timeout=TIMEOUT_S)
+            dist.barrier()
+        return
+    with holdfast.sync.Receiver(transport) as receiver:
+        for into, what, names in wrong:
+            before = {name: tensor.clone() for name, tensor in into.items()}
+            with pytest.raises(StateMismatch) as caught:
+                receiver.receive(into, timeout=TIMEOUT_S)
+            assert getattr(caught.value, what) == names
+            assert_same_bits(into, before, "after a mistake")
+            assert receiver.version is None
+            assert not receiver.dirty
+        into = {name: torch.zeros_like(tensor) for name, tensor in right.items()}
+        assert receiver.receive(into, timeout=TIMEOUT_S) == 10
+        assert_same_bits(into, right, "at last")
+        with pytest.raises(CheckpointNotFound, match="version 9 is not kept"):
+            receiver.receive(into, version=9, timeout=TIMEOUT_S)
+        with pytest.raises(DeadlineExceeded, match="newer than 10"):
+            receiver.receive(into, timeout=0.2)
+        dist.barrier()
+        dist.barrier()
+        with pytest.raises(ConfigError, match="a row of 'a'"):
+            receiver.receive(into, timeout=TIMEOUT_S)
+        dist.barrier()
+        with pytest.raises(ConfigError, match="of an earlier publisher"):
+            receiver.receive(into, timeout=TIMEOUT_S)
+        assert receiver.version == 10
+        assert_same_bits(into, right, "after all that")
+        dist.barrier()
+
+
+def test_mistakes_are_told_to_both_sides_and_touch_nothing(tmp_path: Path) -> None:
+    run_job(mistakes_are_told_to_both_sides, nproc=2, args=[tmp_path, "shared memory"])
+
+
+# versions that are kept ------------------------------------------------------------------------------------------
+
+
+def versions_are_kept(place: str) -> None:
+    publishes, group, _ = roles(2)
+    transport = transport_of("shared memory", Path(place), group)
+    if publishes:
+        with holdfast.sync.Publisher(transport, bypass_cpu=False, keep_versions=2) as publisher:
+            for version in (1, 2, 3, 4):
+                weights = whole_of(version)
+                publisher.publish(weights, version, timeout=TIMEOUT_S)
+                weights["large"].fill_(-1)  # it is the trainer's again
+                if version == 1:
+                    publisher.pin(1)
+            assert publisher.versions == (1, 3, 4)
+            dist.barrier()
+            dist.barrier()
+            publisher.unpin(1)
+            assert publisher.versions == (3, 4)
+            dist.barrier()
+            dist.barrier()
+        return
+    into = {name: torch.zeros_like(tensor) for name, tensor in whole_of(0).items()}
+    with holdfast.sync.Receiver(transport) as receiver:
+        dist.barrier()
+        asked = [None, 1, 3, 4] if dist.get_rank() == 2 else [1, 4, 3, 1]
+        for version in asked:
+            got = receiver.receive(into, version=version, timeout=TIMEOUT_S)
+            assert got == (version or 4) == receiver.version
+            assert_same_bits(into, whole_of(got), f"version {got}")
+        with pytest.raises(CheckpointNotFound, match=r"version 2 is not kept.*1, 3, 4"):
+            receiver.receive(into, version=2, timeout=TIMEOUT_S)
+        with pytest.raises(DeadlineExceeded, match="version 5"):
+            receiver.receive(into, version=5, timeout=0.2)
+        dist.barrier()
+        dist.barrier()
+        with pytest.raises(CheckpointNotFound, match="version 1 is not kept"):
+            receiver.receive(into, version=1, timeout=TIMEOUT_S)
+        assert_same_bits(into, whole_of(asked[-1] or 0), "after refusals")
+        dist.barrier()
+
+
+def test_versions_that_are_kept_serve_rollback_and_late_joiners(tmp_path: Path) -> None:
+    run_job(versions_are_kept, nproc=4, args=[tmp_path])
+
+
+# what is damaged, cut short or raised ----------------------------------------------------------------------------
+
+
+class Flipping(holdfast.sync.SharedMemoryTransport):
+    """Shared memory in which a bit of the slot is flipped, once, after the bucket was packed and hashed."""
+
+    bucket = 5
+
+    def make_channels(self) -> Any:
+        channels = super().make_channels()
+        plain = channels.send_channel
+
+        def send_channel(addresses: Any, bucket_bytes: int) -> Any:
+            made = plain(addresses, bucket_bytes)
+            start = made.start
+
+            def flip(seq: int, nbytes: int, lane: Any) -> None:
+                if seq == self.bucket:
+                    self.bucket = -1
+                    made.slot(seq % 2)[nbytes // 2] ^= 4
+                start(seq, nbytes, lane)
+
+            made.start = flip
+            return made
+
+        channels.send_channel = send_channel
+        return channels
+
+
+def damage_is_caught(place: str, streams: str) -> None:
+    publishes, group, _ = roles(1)
+    if publishes:
+        transport = Flipping(place, process_group=group, peer_timeout_s=10.0)
+        with holdfast.sync.Publisher(transport, bucket_bytes=2048) as publisher:
+            with pytest.raises(CheckpointCorrupt, match="bucket 5 of version 1 from publisher rank 0"):
+                publisher.publish(whole_of(1), 1, timeout=TIMEOUT_S)
+            assert publisher.publish(whole_of(2), 2, timeout=TIMEOUT_S).receivers == 1
+            dist.barrier()
+        return
+    into = {name: torch.zeros_like(tensor) for name, tensor in whole_of(0).items()}
+    streaming = streams == "True"
+    with holdfast.sync.Receiver(transport_of("shared memory", Path(place))) as receiver:
+        with pytest.raises(CheckpointCorrupt, match="did not arrive as it was sent"):
+            receiver.receive(into, timeout=TIMEOUT_S, streaming=streaming)
+        assert receiver.version is None
+        assert receiver.dirty == streaming
+        if not streaming:
+            assert not any(bits(tensor).any() for tensor in into.values())
+        assert receiver.receive(into, timeout=TIMEOUT_S) == 2
+        assert not receiver.dirty
+        assert_same_bits(into, whole_of(2), "version 2")
+        dist.barrier()
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_flipped_bit_is_caught_and_the_next_version_goes_through(tmp_path: Path, streaming: bool) -> None:
+    run_job(damage_is_caught, nproc=2, args=[tmp_path, streaming])
+
+
+def functions_are_called(place: str) -> None:
+    publishes, group, mesh = roles(2)
+    if publishes:
+        with holdfast.sync.Publisher(transport_of("gloo", Path(place), group), bucket_bytes=2048) as publisher:
+            for version in (1, 2):
+                publisher.publish(sharded(whole_of(version), mesh, 0), version, timeout=TIMEOUT_S)  # type: ignore[arg-type]
+            published = publisher.publish({"a": torch.ones(3)}, 3, timeout=TIMEOUT_S)
+            assert (published.receivers, published.lost) == (0, 1)
+            dist.barrier()
+        return
+    with holdfast.sync.Receiver(transport_of("gloo", Path(place))) as receiver:
+        for version in (1, 2):
+            got: dict[str, torch.Tensor] = {}
+            assert receiver.receive(got.__setitem__, timeout=TIMEOUT_S, streaming=version == 2) == version
+            expected = whole_of(version)
+            assert_same_bits({name: got[name] for name in expected}, expected, f"version {version}")
+
+        def refuse(name: str, tensor: torch.Tensor) -> None:
+            raise RuntimeError(f"no room for {name} of {tensor.numel()}")
+
+        with pytest.raises(RuntimeError, match="no room for a of 3"):
+            receiver.receive(refuse, timeout=TIMEOUT_S)
+        assert receiver.version == 2
+        assert receiver.dirty
+        dist.barrier()
+
+
+def test_a_function_gets_whole_tensors_and_what_it_raises_is_raised(tmp_path: Path) -> None:
+    run_job(functions_are_called, nproc=3, args=[tmp_path])
+
+
+# only what has changed -------------------------------------------------------------------------------------------
+
+
+def only_changes_travel(place: str, bypass: str) -> None:
+    publishes, group, mesh = roles(2)
+    generator = torch.Generator().manual_seed(7)
+    whole = {f"w.{index}": torch.randn(64, 32, generator=generator) for index in range(20)}
+    options = {"bucket_bytes": 1 << 16, "delta": True, "full_every": 4, "bypass_cpu": bypass == "True", "receivers": 2}
+    transport = transport_of("shared memory", Path(place), group)
+    nbytes = sum(tensor.nbytes for tensor in whole.values())
+
+    def change(version: int) -> None:
+        whole[f"w.{version}"][version] += 1.0
+
+    if publishes:
+        with holdfast.sync.Publisher(transport, **options) as publisher:  # type: ignore[arg-type]
+            for version in range(1, 8):
+                change(version)
+                publisher.publish(sharded(whole, mesh, 0), version, timeout=TIMEOUT_S)  # type: ignore[arg-type]
+                dist.barrier()
+            dist.barrier()
+        return
+    into = sharded({name: torch.zeros_like(tensor) for name, tensor in whole.items()}, mesh, 1)  # type: ignore[arg-type]
+    received = []
+    with holdfast.sync.Receiver(transport) as receiver:
+        for version in range(1, 8):
+            change(version)
+            before = holdfast.statistics()["sync_bytes_received"]
+            streaming = version == 3
+            assert receiver.receive(into, timeout=TIMEOUT_S, streaming=streaming) == version
+            received.append(holdfast.statistics()["sync_bytes_received"] - before)
+            assert_same_bits(into, sharded(whole, mesh, 1), f"version {version}")  # type: ignore[arg-type]
+            dist.barrier()
+        with pytest.raises(DeadlineExceeded):
+            receiver.receive(into, timeout=0.1)
+        dist.barrier()
+    # Versions 1 and 5 are full; of the others one tensor of twenty has changed, or two since the shadow's last version.
+    full = [version for version, count in enumerate(received, 1) if count >= nbytes // 2]
+    assert full == [1, 5], received
+    assert max(received) < 0.6 * nbytes  # only its own part
+    assert max(count for version, count in enumerate(received, 1) if version not in full) <= 2 * nbytes // 20 // 2
+
+
+@pytest.mark.parametrize("bypass", [True, False])
+def test_only_what_has_changed_travels_and_now_and_then_all_of_it(tmp_path: Path, bypass: bool) -> None:
+    run_job(only_changes_travel, nproc=4, args=[tmp_path, bypass])

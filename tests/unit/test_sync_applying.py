@@ -1,0 +1,166 @@
+"""Where a version goes: what is wanted of what is published, the shadow, the commit, and who is dirty when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.errors import ConfigError, StateMismatch
+from holdfast.sync.applying import Applier
+from holdfast.sync.seam import Destination, TensorInfo
+
+
+def published(tensors: dict[str, torch.Tensor]) -> dict[str, TensorInfo]:
+    return {
+        name: TensorInfo(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        for name, tensor in tensors.items()
+    }
+
+
+def bring(destination: Destination, tensors: dict[str, torch.Tensor]) -> None:
+    """All of a version, but for the commit."""
+    for name in destination.select(published(tensors)):
+        destination.memory(name).copy_(tensors[name])
+        destination.complete(name)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("table", torch.zeros(2), persistent=False)
+
+
+def test_live_tensors_change_at_the_commit_and_not_before() -> None:
+    applier, into = Applier(), {"a": torch.zeros(3), "b": torch.zeros(2, 2)}
+    new = {"a": torch.ones(3), "b": torch.full((2, 2), 7.0)}
+    destination = applier.destination(into, streaming=False)
+    bring(destination, new)
+    assert not destination.dirty
+    assert not any(tensor.any() for tensor in into.values())
+    destination.commit()
+    assert not destination.dirty
+    assert all(torch.equal(into[name], tensor) for name, tensor in new.items())
+
+
+def test_streaming_writes_in_place_and_is_dirty_until_the_commit() -> None:
+    applier, into = Applier(), {"a": torch.zeros(3)}
+    destination = applier.destination(into, streaming=True)
+    assert destination.select(published(into)) == ("a",)
+    assert not destination.dirty
+    assert destination.memory("a").data_ptr() == into["a"].data_ptr()
+    assert destination.dirty
+    destination.abandon()
+    assert destination.dirty
+    destination.commit()
+    assert not destination.dirty
+
+
+def test_the_shadow_is_used_again_and_known_to_hold_what_was_committed() -> None:
+    applier, into = Applier(), {"a": torch.zeros(3)}
+    first = applier.destination(into, streaming=False)
+    first.select(published(into))
+    memory = first.memory("a")
+    assert first.base is None
+    first.commit()
+    applier.committed(first, 4)
+    second = applier.destination(into, streaming=False)
+    second.select(published(into))
+    assert second.memory("a") is memory
+    assert second.base == 4
+    # It may have been written to by now, and was not committed.
+    third = applier.destination(into, streaming=False)
+    third.select(published(into))
+    third.memory("a")
+    assert third.base is None
+    applier.committed(third, 5)
+    other = {"a": torch.zeros(4)}
+    fourth = applier.destination(other, streaming=False)
+    fourth.select(published(other))
+    assert fourth.memory("a").shape == (4,)
+    assert fourth.base is None
+
+
+def test_streaming_builds_only_on_what_was_committed_to_the_same_tensors() -> None:
+    applier, into, other = Applier(), {"a": torch.zeros(3)}, {"a": torch.zeros(3)}
+    first = applier.destination(into, streaming=False)
+    bring(first, into)
+    first.commit()
+    applier.committed(first, 1)
+    assert applier.destination(other, streaming=True).base is None
+    second = applier.destination(into, streaming=True)
+    assert second.base == 1
+    second.select(published(into))
+    second.memory("a")
+    assert applier.destination(into, streaming=True).base is None
+
+
+def test_a_module_takes_tied_parameters_once_under_either_name_and_buffers_if_they_come() -> None:
+    model = Tied()
+    applier = Applier()
+    parameters = {"head.weight": torch.ones(5, 3), "norm.weight": torch.ones(3), "norm.bias": torch.zeros(3)}
+    assert set(applier.destination(model, streaming=False).select(published(parameters))) == set(parameters)
+    both = {**parameters, "embed.weight": torch.ones(5, 3), "table": torch.ones(2), "norm.running_mean": torch.ones(3)}
+    destination = applier.destination(model, streaming=False)
+    assert set(destination.select(published(both))) == set(both) - {"head.weight"}
+    bring(destination, both)
+    destination.commit()
+    assert model.head.weight.eq(1).all()
+    assert model.table.eq(1).all()
+    assert model.norm.running_mean.eq(1).all()
+    assert model.norm.running_var.eq(1).all()
+    with pytest.raises(StateMismatch) as caught:
+        destination.select(published({**both, "head.weight": torch.ones(5, 4)}))
+    assert caught.value.mismatched == ("head.weight",)
+
+
+@pytest.mark.parametrize("kind", ["module", "dictionary"])
+def test_names_must_be_the_same(kind: str) -> None:
+    model = nn.Linear(2, 2)
+    into: Any = model if kind == "module" else dict(model.named_parameters())
+    destination = Applier().destination(into, streaming=True)
+    with pytest.raises(StateMismatch) as caught:
+        destination.select(published({"weight": torch.zeros(2, 2), "gain": torch.zeros(1)}))
+    assert (caught.value.missing, caught.value.unexpected) == (("bias",), ("gain",))
+    with pytest.raises(StateMismatch, match=r"float64 \[2\].*float32 \[2\]"):
+        destination.select(published({"weight": torch.zeros(2, 2), "bias": torch.zeros(2, dtype=torch.float64)}))
+    assert not destination.dirty
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_function_is_called_with_whole_tensors_of_its_own(streaming: bool) -> None:
+    calls: list[tuple[str, torch.Tensor]] = []
+    applier = Applier()
+    new = {"a": torch.ones(3), "b": torch.zeros(0, 2)}
+    for _ in range(2):
+        destination = applier.destination(lambda name, tensor: calls.append((name, tensor)), streaming=streaming)
+        bring(destination, new)
+        assert destination.dirty == streaming
+        assert len(calls) % 2 == 0
+        destination.commit()
+        assert not destination.dirty
+    assert [name for name, _ in calls] == ["a", "b", "a", "b"]
+    assert calls[0][1].data_ptr() != calls[2][1].data_ptr()
+
+
+def test_a_function_that_raises_leaves_it_dirty() -> None:
+    def refuse(name: str, tensor: torch.Tensor) -> None:
+        raise RuntimeError(name)
+
+    destination = Applier().destination(refuse, streaming=False)
+    bring(destination, {"a": torch.ones(3)})
+    with pytest.raises(RuntimeError, match="a"):
+        destination.commit()
+    assert destination.dirty
+
+
+@pytest.mark.parametrize("into", [7, torch.zeros(3), [torch.zeros(2)], None])
+def test_what_nothing_can_be_received_into_is_refused(into: Any) -> None:
+    with pytest.raises(ConfigError, match="into"):
+        Applier().destination(into, streaming=False)
