@@ -54,11 +54,13 @@ class Found:
     error: HoldfastError | None = None
 
 
-def oldest_first(storage: Storage, rows: Iterable[tuple[int | None, str]], *, kind: Kind = "checkpoint") -> list[Found]:
+def oldest_first(
+    storage: Storage, rows: Iterable[tuple[int | None, str]], *, kind: Kind | None = "checkpoint"
+) -> list[Found]:
     """``rows`` (step, name) of a root in the order of ``lineage``, the newest last; what has vanished is left out.
 
-    And so is what isn't of this ``kind``: nobody resumes from an export. For a step of None its manifest says which it
-    is; what has none then is none.
+    And so is what isn't of this ``kind`` (None: any will do): nobody resumes from an export. For a step of None its
+    manifest says which it is; what has none then is none.
     """
     found = []
     for known, name in rows:
@@ -67,7 +69,7 @@ def oldest_first(storage: Storage, rows: Iterable[tuple[int | None, str]], *, ki
         except HoldfastError as error:
             found.append(Found(known or 0, name, error=error))
             continue
-        if manifest is not None and manifest.kind != kind:
+        if manifest is not None and kind not in (None, manifest.kind):
             continue
         step = manifest.step if known is None and manifest is not None else known
         if step is None:

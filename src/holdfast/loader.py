@@ -37,7 +37,7 @@ from holdfast.state.structure import LayoutTable
 from holdfast.storage.reader_lease import being_read
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterable
 
     import torch
 
@@ -216,12 +216,29 @@ def _mismatch(tree: StateTree, source: Source, loading: Loading, unexpected: Col
 def _fill(loading: Loading, source: Source, group: Group, options: LoadOptions) -> None:
     """Read every wanted box of every destination tensor into its place."""
     layouts = LayoutTable(group.ranks)
+    fill_tensors(loading.tensors, source, layouts, group.rank, among_ranks=group.world > 1, verify=options.verify)
+
+
+def fill_tensors(
+    entries: Iterable[TensorDestination],
+    source: Source,
+    layouts: LayoutTable,
+    rank: int,
+    *,
+    among_ranks: bool,
+    verify: bool,
+) -> None:
+    """Read from ``source`` what this process holds of each of ``entries``, into its place; returns when all is there.
+
+    rank: this process's, as ``layouts`` numbers them. among_ranks: other processes read the same source now. Raises
+    `CheckpointCorrupt`, `StorageError`; what is in the destination then is undefined.
+    """
     moved = source.moved if isinstance(source, HFSource) else {}
     wants: list[Want] = []
     destinations: list[Destination] = []
     gathered: list[tuple[MovedTensor, Box, torch.Tensor]] = []
-    for entry in loading.tensors:
-        for box, view in layouts.views_of(entry.tensor, entry.name, group.rank):
+    for entry in entries:
+        for box, view in layouts.views_of(entry.tensor, entry.name, rank):
             if entry.name in moved:
                 gathered.append((moved[entry.name], box, view))
             else:
@@ -229,12 +246,12 @@ def _fill(loading: Loading, source: Source, group: Group, options: LoadOptions) 
                 destinations.append(Destination(entry.name, view))
     plan = plan_reads(wants, source.tensors)
     # What every rank wants is read from the disk once, and then from the page cache of the host.
-    shared = group.world > 1 and any(
+    shared = among_ranks and any(
         want.box.volume * source.tensors[want.name].itemsize > LARGE_BYTES
         for want in wants
         if want.box.sizes == source.tensors[want.name].shape
     )
-    with source.open_files(verify=options.verify, direct=not shared) as files:
+    with source.open_files(verify=verify, direct=not shared) as files:
         read_into(files, plan, destinations, source)
         read_moved(files, gathered)
     events.count("bytes_read", files.bytes_read)
