@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from holdfast.config import CheckpointConfig
     from holdfast.group import Group
     from holdfast.handle import Stage
-    from holdfast.state.tree import StateTree
+    from holdfast.state.entries import Collector
     from holdfast.storage.local import LocalStorage
 
 _log = logging.getLogger("holdfast")
@@ -127,7 +127,7 @@ class Saver:
 
     def start(
         self,
-        tree: StateTree,
+        tree: Collector,
         request: SaveRequest,
         *,
         dtype: str | None = None,
@@ -186,7 +186,7 @@ class Saver:
             self._pass_or_give_up(capture)
         return handle
 
-    def warm_up(self, tree: StateTree) -> None:
+    def warm_up(self, tree: Collector) -> None:
         """Plan and prepare the first save in the background, once; every rank calls it at the same point.
 
         Worth it once the optimizer has state. Returns at once. Raises `ConfigError` for what can't be saved.
@@ -309,7 +309,7 @@ class Saver:
 
     def _capture(
         self,
-        tree: StateTree,
+        tree: Collector,
         request: SaveRequest,
         handle: SaveHandle,
         dtype: str | None,

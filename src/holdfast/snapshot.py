@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
     from holdfast.staging.gathering import Gathered
     from holdfast.staging.tripwire import Marks
-    from holdfast.state.entries import Collected, ObjectEntry, TensorEntry
-    from holdfast.state.tree import StateTree
+    from holdfast.state.entries import Collected, Collector, ObjectEntry, TensorEntry
 
 _PLAIN: Final = frozenset({bool, int, float, str, type(None)})
 
@@ -71,7 +70,7 @@ class Snapshot:
 class _Known:
     """What stays true as long as the state keeps its structure."""
 
-    tree: StateTree
+    tree: Collector
     fingerprint: int
     dtype: str | None
     capacities: Mapping[str, int]
@@ -125,7 +124,7 @@ class SnapshotTaker:
         self._plain: dict[str, tuple[str, ObjectPayload]] = {}
         """Plain values, most of which never change, as they were last: by name, with what they look like."""
 
-    def take(self, tree: StateTree, dtype: str | None) -> Snapshot:
+    def take(self, tree: Collector, dtype: str | None) -> Snapshot:
         """The state as it is now. dtype: what floats of modules are to be stored as. Raises `ConfigError`."""
         known = self._known
         if known is not None and (known.tree, known.dtype) == (tree, dtype):
@@ -199,7 +198,7 @@ class SnapshotTaker:
         return payload
 
 
-def _know(tree: StateTree, collected: Collected, capacities: Mapping[str, int], dtype: str | None) -> _Known:
+def _know(tree: Collector, collected: Collected, capacities: Mapping[str, int], dtype: str | None) -> _Known:
     structure = structure_of(collected, capacities)
     converted: frozenset[str] = frozenset()
     if dtype is not None:

@@ -8,7 +8,7 @@ allows. Does not: decide whether a plain object can be stored (``format.objects`
 from __future__ import annotations
 
 from operator import is_
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 import torch
@@ -69,6 +69,22 @@ class Collected(msgspec.Struct, frozen=True, eq=False):
     fleeting: Sequence[TensorEntry] = ()
     """The others that aren't staged lazily: they may be other objects each time."""
     number: int = 0
+
+
+class Collector(Protocol):
+    """What a save takes its snapshots of: a `StateTree`, or anything that collects alike."""
+
+    def collect(self, *, look_closer: bool = True) -> Collected:
+        """References to everything there is now; see `StateTree.collect`."""
+        ...
+
+    def module_tensors(self) -> frozenset[str]:
+        """Names of the tensors that a save may convert to another dtype."""
+        ...
+
+    def update_targets(self, collected: Collected) -> frozenset[int]:
+        """``id`` of every tensor whose update may change a lazily staged one."""
+        ...
 
 
 def joined(path: Path) -> str:
