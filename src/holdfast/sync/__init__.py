@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from holdfast.sync.publisher import Publisher
     from holdfast.sync.receiver import Receiver
     from holdfast.sync.seam import Published
+    from holdfast.sync.transports.directory import DirectoryTransport
     from holdfast.sync.transports.process_group import ProcessGroupTransport
     from holdfast.sync.transports.shared_memory import SharedMemoryTransport
 
 _WHERE = {
+    "DirectoryTransport": "holdfast.sync.transports.directory",
     "ProcessGroupTransport": "holdfast.sync.transports.process_group",
     "Published": "holdfast.sync.seam",
     "Publisher": "holdfast.sync.publisher",
@@ -29,7 +31,7 @@ _WHERE = {
     "SharedMemoryTransport": "holdfast.sync.transports.shared_memory",
 }
 
-__all__ = ["ProcessGroupTransport", "Published", "Publisher", "Receiver", "SharedMemoryTransport"]
+__all__ = ["DirectoryTransport", "ProcessGroupTransport", "Published", "Publisher", "Receiver", "SharedMemoryTransport"]
 
 
 def __getattr__(name: str) -> Any:
