@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from holdfast.boxes import Box
     from holdfast.export.refill import MovedTensor
     from holdfast.group import Group
+    from holdfast.state.loading import TensorDestination
     from holdfast.state.tree import StateTree
 
 _log = logging.getLogger("holdfast")

@@ -1,4 +1,4 @@
-"""The training example, run as a user would: what it repeats after a restart is what it did before, bit for bit.
+"""The examples, run as a user would: what training repeats after a restart is what it did before, bit for bit.
 
 And what it exports is the model that it has trained, for whoever has only `transformers`.
 
@@ -89,3 +89,15 @@ def test_what_it_exports_writes_by_transformers_alone(
     assert loaded["logits"].dtype == trained["logits"].dtype == torch.float32
     assert torch.equal(loaded["logits"], trained["logits"])
     assert capsys.readouterr().out.startswith(trained["prompt"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shared_memory", "directory"])
+def test_the_loop_of_reinforcement_learning_holds(transport: str) -> None:
+    pytest.importorskip("transformers")
+    environment = {name: value for name, value in os.environ.items() if name not in {"RANK", "WORLD_SIZE"}}
+    environment["PYTHONPATH"] = str(Path(holdfast.__file__).parents[1])
+    command = [sys.executable, str(EXAMPLES / "rl_sync.py"), "--transport", transport]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, env=environment)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "logits are the same bits on both sides" in ended.stdout
