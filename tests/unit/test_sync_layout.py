@@ -186,7 +186,18 @@ def test_a_row_longer_than_a_bucket_is_refused_by_name() -> None:
     assert plan_buckets(table, [everything(*table)], 1200)[-1].entries[-1].sizes == (1, 300)
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [((), "complex128"), ((9,), "float16")])
+def test_a_long_vector_is_cut_anywhere() -> None:
+    table = [piece("bias", whole((1000,)), (1000,))]
+    buckets = plan_buckets(table, [everything(*table)], 1024)
+    assert [(entry.offsets, entry.sizes) for bucket in buckets for entry in bucket.entries] == [
+        ((0,), (256,)),
+        ((256,), (256,)),
+        ((512,), (256,)),
+        ((768,), (232,)),
+    ]
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((), "complex128"), ((1, 9), "float16")])
 def test_what_has_one_row_is_never_cut(shape: tuple[int, ...], dtype: str) -> None:
     table = [piece("w", whole(shape), shape, dtype)]
     nbytes = 16 if not shape else 18

@@ -253,7 +253,8 @@ def plan_buckets(
     """The buckets of one publisher rank, in the order in which they are sent.
 
     Each lane fills buckets of its own in the order of the table, and they are sent in the order in which they were
-    begun. A part that a bucket has no room for is cut along its outer dimensions, at the finest into rows of the last.
+    begun. A part that a bucket has no room for is cut along its outer dimensions, at the finest into rows of the last; a
+    vector is cut anywhere.
     parts_by_member: for each member what it wants, as `select` gives it; boxes may overlap.
 
     Raises:
@@ -348,7 +349,8 @@ class _Filling:
                 bucket.entries.append(Entry(number, box.offsets, box.sizes, at, nbytes))
                 bucket.end = max(bucket.end, at + nbytes)
                 continue
-            head = _head(box, room // itemsize, whole_rows=True) if room * _FILL > self._limit else None
+            whole_rows = len(box.sizes) > 1  # of a vector each element is one
+            head = _head(box, room // itemsize, whole_rows=whole_rows) if room * _FILL > self._limit else None
             if head is not None:
                 # Last in, first out: the head goes into this bucket, then what lies behind it, from the inside out.
                 rest += [*subtract(box, head), head]
