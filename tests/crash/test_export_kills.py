@@ -39,8 +39,10 @@ FAMILIES = [
     Family("exports", 1, "kill", 2, module="export_job"),
     Family("exports", 1, "kill all", 2, module="export_job"),
     Family("exports", 2, "kill all", 2, module="export_job"),
-    Family("exports", 2, "kill", 2, at_once=8, module="export_job"),
+    Family("exports", 2, "kill", 4, at_once=8, module="export_job"),
 ]
+SLOW = FAMILIES[-1:]
+"""Who is left waits for deadlines."""
 TALKED_MAX = 10
 """Of equal calls on sockets, how many are tried: by these ranks wait for news, and exchange bytes."""
 LINK = "hf-latest"
@@ -185,7 +187,11 @@ def is_tried(point: Point) -> bool:
 
 
 @pytest.mark.timeout(7200 if CHOICE else 120)
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: str(family).replace(", ", "-").replace(" ", "_"))
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(family, marks=pytest.mark.slow if family in SLOW else ()) for family in FAMILIES],
+    ids=lambda family: str(family).replace(", ", "-").replace(" ", "_"),
+)
 def test_kill_at_every_call_of_an_export(
     family: Family,
     nursery: Nursery,
