@@ -82,9 +82,9 @@ class Training:
         self.progress["samples"] += 4
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """What an export holds now; every rank calls it."""
+        """This rank's share of what an export holds now: all ranks have as many rows of each tensor."""
         held = self.model.state_dict()
-        return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in held.items()}
+        return {name: value.to_local() if isinstance(value, DTensor) else value for name, value in held.items()}
 
     def digest(self) -> str:
         """Of every byte this rank trains on."""

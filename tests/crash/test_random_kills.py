@@ -73,8 +73,8 @@ class Expected:
 
     digests: list[dict[int, str]]
     """By rank: of its whole state, by step."""
-    weights: dict[int, str]
-    """Of what an export holds, by step."""
+    weights: list[dict[int, str]]
+    """By rank: of its share of what an export holds, by step."""
 
 
 def wait_until(happened: Callable[[], bool], what: str, timeout_s: float, *, job: Job) -> None:
@@ -245,8 +245,10 @@ class Life:
             assert export.verify().ok, name
             assert verify_export(str(self.exports / name)) == ()
             assert export.manifest.attempt not in failed, f"{name} had been announced as failed"
-            held = {tensor: export.read(tensor) for tensor in export.tensors}
-            assert digest_of(held) == self.expected.weights[int(name.removeprefix("hf-"))], name
+            shares = {tensor: export.read(tensor).chunk(WORLD) for tensor in export.tensors}
+            for rank, weights in enumerate(self.expected.weights):
+                held = {tensor: share[rank] for tensor, share in shares.items()}
+                assert digest_of(held) == weights[int(name.removeprefix("hf-"))], f"rank {rank} of {name}"
         link = self.exports / "hf-latest"
         assert not link.is_symlink() or os.readlink(link) in names, f"{os.readlink(link)} of {names}"
         return len(names)
@@ -308,7 +310,8 @@ def expected(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Expe
     digests = [{event["step"]: event["digest"] for event in of_rank} for of_rank in events]
     assert all(len(set(of_rank.values())) == STEPS for of_rank in digests), "a digest must tell every step from others"
     assert all(digests[0][step] != digests[1][step] for step in digests[0]), "and every rank"
-    return Expected(digests, {event["step"]: event["weights"] for event in events[0] if event["weights"] is not None})
+    weights = [{event["step"]: event["weights"] for event in of_rank if event["weights"]} for of_rank in events]
+    return Expected(digests, weights)
 
 
 @pytest.fixture(scope="module")
