@@ -144,14 +144,18 @@ class Worker:
                 raise AssertionError(f"rows {rows} of {tensor} were not read as they were saved")
         return {"load_s": took}
 
-    def export(self, name: str, where: str, path: str, interval_s: float, *, check: bool) -> dict[str, Any]:
-        """Have another contender than this worker's own export what was adopted; each is made once."""
+    def prepare_export(self, name: str, where: str) -> dict[str, Any]:
+        """Make another contender than this worker's own, for `export`."""
         assert self.source is not None, "adopt comes first"
-        if name not in self.exporters:
-            view = BenchState(self.source, self.spec, rank=self.rank, world=self.world, mesh=self.mesh)
-            contender = kind_of(where)(view, self.folder / name, rank=self.rank, world=self.world)
-            contender.start()
-            self.exporters[name] = contender
+        view = BenchState(self.source, self.spec, rank=self.rank, world=self.world, mesh=self.mesh)
+        contender = kind_of(where)(view, self.folder / name, rank=self.rank, world=self.world)
+        contender.start()
+        self.exporters[name] = contender
+        return {}
+
+    def export(self, name: str, path: str, interval_s: float, *, check: bool) -> dict[str, Any]:
+        """Have it export what was adopted; ``check``: and compare that."""
+        assert self.source is not None, "adopt comes first"
         contender = self.exporters[name]
         self._together()
         with PeakMemory(keeps=contender.keeps) as peak:

@@ -28,6 +28,9 @@ class Turns:
     peer: Peer
     worker: Worker
 
+    def measure(self, op: str, **args: Any) -> dict[str, float]:
+        return self.worker.measure(op, name=self.name, **args)
+
 
 def run(bench: Bench) -> None:
     peers = bench.peers(lambda peer: peer.exports)
@@ -36,7 +39,11 @@ def run(bench: Bench) -> None:
     bench.make_room()
     state = bench.language_model() | {"kind": "weights"}
     with bench.workers("export", [PEERS[HOST]], state, world=2) as workers:
-        contenders: list[Any] = [Turns(peer.name, peer, worker) for worker in workers for peer in peers]
+        everyone: list[Any] = [Turns(peer.name, peer, worker) for worker in workers for peer in peers]
+        # What they import is no part of a turn.
+        contenders = [
+            one for one in everyone if bench.attempt("export", one, "prepare_export", where=one.peer.where) is not None
+        ]
         seen: set[str] = set()
 
         def turn(contender: Any) -> dict[str, Any]:
@@ -51,10 +58,8 @@ def export_turn(bench: Bench, contender: Turns, *, check: bool) -> dict[str, Any
     """One export, removed again."""
     path = bench.target(contender.name)
     try:
-        return contender.worker.measure(
+        return contender.measure(
             "export",
-            name=contender.name,
-            where=contender.peer.where,
             path=str(path),
             interval_s=bench.interval_s("export") if contender.peer.asynchronous else 0.0,
             check=check and contender.peer.named,
