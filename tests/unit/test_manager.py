@@ -546,9 +546,12 @@ def test_a_run_may_go_back_more_than_once_while_it_saves(tmp_path: Path) -> None
         for step in (1, 2, 3):
             manager.save(step).result()
         manager.restore(2)
-        with held_copies(opens_for_updates=False):
+        with held_copies(opens_for_updates=False) as gate:
             late = manager.save(4)
+            opened = threading.Timer(0.5, gate.open)  # by when the load waits for the copies
+            opened.start()
             manager.restore(3)
+        opened.join()
         late.result()
         manager.save(4).result()
         assert (manager.steps(), manager.latest()) == ([3, 4], 4)
