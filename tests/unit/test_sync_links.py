@@ -30,6 +30,7 @@ def pair() -> Iterator[tuple[Link, Link, Hub]]:
     near = Link(one, "who hears", messages.ToReceiver)
     yield near, far, hub
     near.close()
+    hub.close()
 
 
 def heard(hub: Hub, timeout_s: float = 5.0) -> list[Any]:
