@@ -253,8 +253,8 @@ def plan_buckets(
     """The buckets of one publisher rank, in the order in which they are sent.
 
     Each lane fills buckets of its own in the order of the table, and they are sent in the order in which they were
-    begun. A part that a bucket has no room for is cut along its outer dimensions, at the finest into rows of the last; a
-    vector is cut anywhere.
+    begun. A part that a bucket has no room for is cut along its outer dimensions, at the finest into rows of the last;
+    a vector is cut anywhere.
     parts_by_member: for each member what it wants, as `select` gives it; boxes may overlap.
 
     Raises:
