@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
 
 import pytest
@@ -17,6 +18,8 @@ _TRIED = pytest.StashKey[Counter[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[_TRIED] = Counter()
 
 
