@@ -422,9 +422,9 @@ def store_of(process_group: Any) -> Any:
 
 def tcp_store(host: str, port: int, *, hosting: bool, timeout: timedelta) -> Any:
     """A TCPStore, which is public but not exported as type checkers would have it. Doesn't wait for clients."""
-    from torch.distributed import distributed_c10d
+    import torch.distributed as dist
 
-    return distributed_c10d.TCPStore(host, port, None, hosting, timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+    return dist.TCPStore(host, port, None, hosting, timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
 # groups ----------------------------------------------------------------------------------------------------------
