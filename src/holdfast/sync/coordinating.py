@@ -44,6 +44,8 @@ RETRIES: Final = 3
 """So often a session is begun again for a channel that broke, one after the other."""
 _MISTAKES: Final = (StateMismatch, ConfigError, CheckpointCorrupt)
 """What a member may say that `publish` raises too: both sides have something to put right."""
+NEWS_S: Final = 0.25
+"""That a publisher rank has ended is heard about as soon on every link, but a member's word for it may come first."""
 
 
 class Job(NamedTuple):
@@ -367,6 +369,9 @@ class Coordinator:
     def _count(self, session: Session, offered: Offered, error: HoldfastError | None) -> None:
         tally = self._offers.tally if offered.direct else Tally()
         tally.sessions += 1
+        if any(member.state == "failed" and _is_of_a_rank(member.reason) for member in session.members):
+            until = time.monotonic() + NEWS_S
+            self._host.pump(lambda: time.monotonic() >= until)  # raises if that rank is gone
         for member in session.members:
             if member.state == "committed":
                 tally.committed.add(member.name)
@@ -378,3 +383,8 @@ class Coordinator:
                     tally.mistake = tally.mistake or cause
         if offered.direct and error is not None:
             self._offers.finish(offered.version, error)
+
+
+def _is_of_a_rank(reason: AbortReason | None) -> bool:
+    """Whether a member has failed since it lost a publisher rank, which may be its link alone."""
+    return reason is not None and isinstance(reason.cause(), PeerLost)
