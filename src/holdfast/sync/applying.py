@@ -20,9 +20,10 @@ import torch
 from torch import nn
 
 from holdfast import _torch_compat as compat
-from holdfast.errors import ConfigError, StateMismatch, listed
+from holdfast.errors import ConfigError
 from holdfast.state.entries import known_dtype, local_tensor, torch_dtype
 from holdfast.state.modules import ModuleSource
+from holdfast.sync.layout import mismatch
 from holdfast.sync.pieces import copy_all, named_tensors
 from holdfast.sync.seam import TensorInfo
 
@@ -142,7 +143,7 @@ class LiveTensors:
                     )
         unexpected = sorted(published.keys() - known)
         if missing or unexpected or differing:
-            raise _mismatch(missing, unexpected, differing)
+            raise mismatch(missing, unexpected, differing)
         self._wanted = wanted
         return tuple(wanted)
 
@@ -210,23 +211,6 @@ class Calls:
 
     def abandon(self) -> None:
         self._made = {}
-
-
-def _mismatch(missing: Sequence[str], unexpected: Sequence[str], differing: Mapping[str, str]) -> StateMismatch:
-    said = []
-    if missing:
-        said.append(f"{len(missing)} not published: {listed(missing)}")
-    if unexpected:
-        said.append(f"{len(unexpected)} published that the receiver has no place for: {listed(unexpected)}")
-    if differing:
-        said.append(f"{len(differing)} that differ: {', '.join(list(differing.values())[:5])}")
-    return StateMismatch(
-        f"the receiver's tensors aren't those that are published: {'; '.join(said)}. Give both sides the same model, "
-        "and the receiver exactly the published names",
-        missing=tuple(sorted(missing)),
-        unexpected=tuple(unexpected),
-        mismatched=tuple(sorted(differing)),
-    )
 
 
 def _alike(kept: torch.Tensor, live: torch.Tensor) -> bool:

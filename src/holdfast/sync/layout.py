@@ -28,7 +28,7 @@ from holdfast.plan.read import StoredShard, StoredTensor, disjoint, most_cut
 from holdfast.plan.write import round_up
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 ALIGN_BYTES: Final = 256
 """Entries start on it in their bucket: any dtype, and whole lines of caches and of device memory."""
@@ -195,6 +195,24 @@ def _published(tables: Sequence[Sequence[Piece]]) -> dict[str, _Published]:
     return published
 
 
+def mismatch(missing: Sequence[str], unexpected: Sequence[str], differing: Mapping[str, str]) -> StateMismatch:
+    """The error for a receiver whose tensors aren't the published ones; ``differing`` says of each name how."""
+    said = []
+    if missing:
+        said.append(f"{len(missing)} not published: {listed(missing)}")
+    if unexpected:
+        said.append(f"{len(unexpected)} published that the receiver has no place for: {listed(unexpected)}")
+    if differing:
+        said.append(f"{len(differing)} that differ: {', '.join(list(differing.values())[:5])}")
+    return StateMismatch(
+        f"the receiver's tensors aren't those that are published: {'; '.join(said)}. Give both sides the same model, "
+        "and the receiver exactly the published names",
+        missing=tuple(sorted(missing)),
+        unexpected=tuple(unexpected),
+        mismatched=tuple(sorted(differing)),
+    )
+
+
 def _check_wanted(published: dict[str, _Published], wanted: Sequence[Wanted]) -> None:
     """Raise unless the names are the same on both sides, and stand for the same."""
     names = {want.name for want in wanted}
@@ -210,20 +228,7 @@ def _check_wanted(published: dict[str, _Published], wanted: Sequence[Wanted]) ->
                 f"{list(want.shape)} at the receiver",
             )
     if missing or unexpected or differing:
-        said = []
-        if missing:
-            said.append(f"{len(missing)} not published: {listed(missing)}")
-        if unexpected:
-            said.append(f"{len(unexpected)} published that the receiver has no place for: {listed(unexpected)}")
-        if differing:
-            said.append(f"{len(differing)} that differ: {', '.join(list(differing.values())[:5])}")
-        raise StateMismatch(
-            f"the receiver's tensors aren't those that are published: {'; '.join(said)}. Give both sides the same "
-            "model, and the receiver exactly the published names",
-            missing=missing,
-            unexpected=unexpected,
-            mismatched=tuple(sorted(differing)),
-        )
+        raise mismatch(missing, unexpected, differing)
     for want in wanted:
         if not contains(whole(want.shape), want.box):
             raise ConfigError(
