@@ -27,7 +27,16 @@ import torch
 from export_job import ASSETS, build, fill, is_of, manager_of, tensors_of, write_assets
 from nursery import Nursery
 from supervised import Act, Outcome, Point
-from test_kill_points import CHOICE, Family, Job, check_survivors, choose, run_all, show  # noqa: F401 - a fixture
+from test_kill_points import (
+    CHOICE,
+    Family,
+    Job,
+    check_survivors,
+    choose,
+    run_all,
+    show,  # noqa: F401 - a fixture
+    sum_up,
+)
 from typer.testing import CliRunner
 
 import holdfast
@@ -211,12 +220,4 @@ def test_kill_at_every_call_of_an_export(
     points = [point for point in seen if is_tried(point)]
     acts = [Act(point, family.kind, window="life") for point in choose(points, family.few)]
     reached, rolled_forward = run_all(nursery, family, template, acts, tmp_path, check=check)
-    missed = reached.pop("not reached", 0)
-    calls = ", ".join(f"{what} {count}" for what, count in sorted(reached.items()))
-    show.append(
-        f"kill points ({family}): {sum(reached.values())} of {len(points)} tried and survived "
-        f"({len(seen)} calls seen, {missed} not reached again), {rolled_forward} exports rolled forward, "
-        f"{time.monotonic() - began:.0f} s\n  {calls}"
-    )
-    assert missed <= 1 + len(acts) // 20
-    tried["kill points (SIGKILL at a system call)"] += sum(reached.values())
+    sum_up(family, points, seen, reached, tried, f"{rolled_forward} exports rolled forward", began, show)

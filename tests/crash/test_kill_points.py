@@ -266,6 +266,29 @@ def run_all(
     return reached, rolled_forward
 
 
+def sum_up(
+    family: Family,
+    points: list[Point],
+    seen: list[Point],
+    reached: Counter[str],
+    tried: Counter[str],
+    rolled_forward: str,
+    began: float,
+    show: list[str],
+) -> None:
+    """Show and count what was tried, nearly all of which must have been reached."""
+    acts = sum(reached.values())
+    missed = reached.pop("not reached", 0)
+    calls = ", ".join(f"{what} {count}" for what, count in sorted(reached.items()))
+    show.append(
+        f"kill points ({family}): {sum(reached.values())} of {len(points)} tried and survived "
+        f"({len(seen)} calls seen, {missed} not reached again), {rolled_forward}, "
+        f"{time.monotonic() - began:.0f} s\n  {calls}"
+    )
+    assert missed <= 1 + acts // 20
+    tried["kill points (SIGKILL at a system call)"] += sum(reached.values())
+
+
 @pytest.fixture
 def show(request: pytest.FixtureRequest) -> Iterator[list[str]]:
     """Lines that are shown, whether or not the test passes."""
@@ -290,15 +313,7 @@ def test_kill_at_every_call(
     points = [point for point in seen if point.call not in syscalls.TALKING or point.number <= TALKED_MAX]
     acts = [Act(point, family.kind, window="life") for point in choose(points, family.few)]
     reached, rolled_forward = run_all(nursery, family, template, acts, tmp_path)
-    missed = reached.pop("not reached", 0)
-    calls = ", ".join(f"{what} {count}" for what, count in sorted(reached.items()))
-    show.append(
-        f"kill points ({family}): {sum(reached.values())} of {len(points)} tried and survived "
-        f"({len(seen)} calls seen, {missed} not reached again), {rolled_forward} rolled forward, "
-        f"{time.monotonic() - began:.0f} s\n  {calls}"
-    )
-    assert missed <= 1 + len(acts) // 20
-    tried["kill points (SIGKILL at a system call)"] += sum(reached.values())
+    sum_up(family, points, seen, reached, tried, f"{rolled_forward} rolled forward", began, show)
 
 
 @pytest.mark.timeout(3600 if CHOICE else 120)
