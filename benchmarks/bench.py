@@ -201,20 +201,23 @@ class Bench:
     def rounds(self, case: str, workers: list[Worker], turn: Turn, *, counted: int, first: int = 0) -> None:
         """Let all take turns, ``counted`` rounds after round 0, which is not; ``first=1`` leaves that one out.
 
-        Where they take longer than a case may, slow peers have fewer, as `Size` says.
+        Who keeps nothing from one turn to the next has no use for round 0. Where they take longer than a case may, slow
+        peers have fewer, as `Size` says.
         """
         left = list(workers)
-        spent_s = dict.fromkeys((worker.name for worker in workers), 0.0)
+        spent_s: dict[str, list[float]] = {worker.name: [] for worker in workers}
         for number in range(first, counted + 1):
             if number > 1:
-                for name in self._slow(spent_s, number - first, number - 1):
+                for name in self._slow(spent_s, number - 1):
                     self.say(f"{case}: {name}: enough rounds for the time they take")
                     left = [worker for worker in left if worker.name != name]
                     del spent_s[name]
             for worker in list(left):
+                if number == 0 and not PEERS[worker.name].keeps:
+                    continue
                 began = time.monotonic()
                 figures = self._turn(case, worker, turn)
-                spent_s[worker.name] += time.monotonic() - began
+                spent_s[worker.name].append(time.monotonic() - began)
                 if figures is None:
                     left.remove(worker)
                     del spent_s[worker.name]
@@ -222,17 +225,15 @@ class Bench:
                     self.record(case, worker.name, number, figures, counted=number > 0)
             self.say(f"{case}: round {number} of {counted}" + ("" if number else " (not counted)"))
 
-    def _slow(self, spent_s: dict[str, float], turns: int, counted: int) -> list[str]:
-        """Of those still in the case, who has had enough ``turns``, ``counted`` of them, for the time they take."""
-        total_s = sum(spent_s.values())
-        if total_s <= self.size.rounds_budget_s:
+    def _slow(self, spent_s: dict[str, list[float]], counted: int) -> list[str]:
+        """Of those still in the case, who has had enough turns, ``counted`` of them, for the time they take."""
+        if sum(map(sum, spent_s.values())) <= self.size.rounds_budget_s:
             return []
-        share_s = total_s / len(spent_s)
-        peers = sorted((spent, name) for name, spent in spent_s.items() if name not in OURS)
+        peers = sorted((sum(turns) / len(turns), name) for name, turns in spent_s.items() if name not in OURS)
         return [
             name
-            for spent, name in peers[1:]  # the fastest is whom the targets speak of
-            if (counted >= self.size.rounds_least and spent > share_s) or spent > self.size.slow_turn_s * turns
+            for turn_s, name in peers[1:]  # the fastest is whom the targets speak of
+            if counted >= self.size.rounds_least or turn_s > self.size.slow_turn_s
         ]
 
     def _turn(self, case: str, worker: Worker, turn: Turn) -> dict[str, Any] | None:

@@ -30,7 +30,7 @@ CASES = {
     case.name: case
     for case in (
         Case("save", "(a) a model with AdamW on one rank: idle, computing and pure-Python trainer", save.one_rank),
-        Case("save-2", "(a) the same on two ranks: idle and computing trainer", save.two_ranks),
+        Case("save-2", "(a) the same on two ranks: idle and computing trainer", save.two_ranks, quick=False),
         Case("load", "(f) load it, warm and cold, and 1 % of a tensor", load.run),
         Case("reshard", "(f) load it on another number of ranks", reshard.run, quick=False),
         Case("small", "(b) many small tensors, saved and loaded", small.run),

@@ -11,11 +11,13 @@ if TYPE_CHECKING:
     from benchmarks.bench import Bench
     from benchmarks.protocol import Worker
 
-QUICK_ON_TWO = ("raw", "holdfast", "dcp-thread")
 QUICK_BESIDE_PYTHON = ("holdfast", "dcp-thread")
-LEFT_OUT_ON_TWO = {"torch-checkpointing": "for the memory that each keeps for its copies; see the case of one rank"}
-PEERS_KEPT = 2
-"""The fastest, beside pure Python, and on two ranks: a turn of the others takes a quarter of a minute."""
+LEFT_OUT_ON_TWO = {
+    "torch-checkpointing": "for the memory that each keeps for its copies; see the case of one rank",
+    "dcp-process": "the slowest in the case of one rank",
+}
+KEPT_BESIDE_PYTHON, KEPT_ON_TWO = 2, 1
+"""The fastest peers: beside a busy trainer, a turn of the others takes a quarter of a minute."""
 
 
 def save_turn(bench: Bench, case: str, worker: Worker, busy: str) -> dict[str, Any]:
@@ -39,30 +41,21 @@ def one_rank(bench: Bench) -> None:
             "save", workers, lambda worker: save_turn(bench, "save", worker, "idle"), counted=bench.size.rounds
         )
         _busy(bench, "save", workers, "compute")
-        beside = _fastest(bench, "save-compute") if bench.size.thorough else QUICK_BESIDE_PYTHON
+        beside = _fastest(bench, "save-compute", KEPT_BESIDE_PYTHON) if bench.size.thorough else QUICK_BESIDE_PYTHON
         _busy(bench, "save", workers, "python", beside)
 
 
 def two_ranks(bench: Bench) -> None:
     bench.make_room()
     state = bench.language_model()
-    if bench.size.thorough:
-        _eager(bench, "eager-2", state, world=2)
-    peers = bench.peers(
-        lambda peer: (
-            peer.saves
-            and not peer.apart
-            and peer.name not in LEFT_OUT_ON_TWO
-            and (peer.shards if bench.size.thorough else peer.name in QUICK_ON_TWO)
-        )
-    )
+    _eager(bench, "eager-2", state, world=2)
+    peers = bench.peers(lambda peer: peer.saves and not peer.apart and peer.shards and peer.name not in LEFT_OUT_ON_TWO)
     bench.leave_out("save-2", LEFT_OUT_ON_TWO)
     with bench.workers("save-2", peers, state, world=2) as workers:
         bench.rounds(
             "save-2", workers, lambda worker: save_turn(bench, "save-2", worker, "idle"), counted=bench.size.rounds
         )
-        if bench.size.thorough:
-            _busy(bench, "save-2", workers, "compute", _fastest(bench, "save-2"))
+        _busy(bench, "save-2", workers, "compute", _fastest(bench, "save-2", KEPT_ON_TWO))
 
 
 def _eager(bench: Bench, case: str, state: dict[str, Any], *, world: int) -> None:
@@ -90,9 +83,9 @@ def _busy(bench: Bench, base: str, workers: list[Worker], kind: str, among: tupl
     )
 
 
-def _fastest(bench: Bench, case: str) -> tuple[str, ...]:
-    """Holdfast, and the peers whose saves were durable first in ``case``."""
+def _fastest(bench: Bench, case: str, count: int) -> tuple[str, ...]:
+    """Holdfast, and the ``count`` peers whose saves were durable first in ``case``."""
     results = bench.results
     peers = [name for name in results.contenders(case) if name != "holdfast" and PEERS[name].asynchronous]
     peers.sort(key=lambda name: min(results.values(case, name, "durable_s")))
-    return ("holdfast", *peers[:PEERS_KEPT])
+    return ("holdfast", *peers[:count])

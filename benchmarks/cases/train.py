@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from benchmarks.bench import Bench
     from benchmarks.protocol import Worker
 
-CONTENDERS = ("holdfast", "dcp-thread", "dcp-process", "torch-checkpointing", "nvrx", "torch-save")
+CONTENDERS = ("holdfast", "dcp-thread", "dcp-process", "torch-checkpointing", "nvrx")
 QUICK = ("holdfast", "dcp-thread", "torch-checkpointing")
 BATCH, LENGTH = 2, 65
 

@@ -11,10 +11,11 @@ class Peer:
 
     where: ``module:class`` below `benchmarks.peers`. asynchronous: the caller trains on while it saves. loads, parts:
     it takes part in loads, and in partial reads. apart: measured in a case of its own. shards: it knows how to save
-    what several ranks share. reshards: it loads with another number of ranks than it saved with. exports: it leaves
-    Hugging Face weights, and does nothing else; named: which others can read. packages: what its own environment needs,
-    None for the runner's; ``bare`` ones are installed without what they ask for (they'd pull another torch). says:
-    printed below the report.
+    what several ranks share. keeps: memory, plans or processes, from one turn to the next, so that its first is not
+    like the others. reshards: it loads with another number of ranks than it saved with. exports: it leaves Hugging Face
+    weights, and does nothing else; named: which others can read. packages: what its own environment needs, None for the
+    runner's; ``bare`` ones are installed without what they ask for (they'd pull another torch). says: printed below the
+    report.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Peer:
     saves: bool = True
     apart: bool = False
     shards: bool = True
+    keeps: bool = True
     exports: bool = False
     named: bool = True
     bare: tuple[str, ...] = ()
@@ -94,7 +96,16 @@ PEERS = {
             saves=False,
             says="loads without matching checksums, to see what matching them costs.",
         ),
-        Peer("dcp-save", "`dcp.save`", "dcp:Sync", reshards=True, group=True, parts=True, says="fsyncs by itself."),
+        Peer(
+            "dcp-save",
+            "`dcp.save`",
+            "dcp:Sync",
+            keeps=False,
+            reshards=True,
+            group=True,
+            parts=True,
+            says="fsyncs by itself.",
+        ),
         Peer(
             "dcp-thread",
             "`dcp.async_save`, thread",
@@ -145,6 +156,7 @@ PEERS = {
             "`torchsnapshot`",
             "torchsnapshot_:Snapshots",
             shards=False,
+            keeps=False,
             asynchronous=True,
             bare=("torchsnapshot==0.1.0",),
             packages=("PyYAML", "aiofiles", "aiohttp", "importlib-metadata", "nest-asyncio", "psutil"),
@@ -156,6 +168,7 @@ PEERS = {
             "`torch.save`",
             "files_:TorchSave",
             shards=False,
+            keeps=False,
             says="one file a rank, then fsync; loaded with `mmap=True` and copied into the tensors.",
         ),
         Peer(
@@ -163,6 +176,7 @@ PEERS = {
             "`safetensors`",
             "files_:SafeTensors",
             shards=False,
+            keeps=False,
             parts=True,
             says="one file a rank, then fsync; loaded one tensor at a time and copied into the state.",
         ),
