@@ -174,6 +174,16 @@ class Bench:
         finally:
             self._forget(state)
 
+    @contextmanager
+    def fresh_workers(self, case: str, peers: Iterable[Peer], world: int = 1) -> Iterator[list[Worker]]:
+        """Workers that have done nothing yet, and are ended with the case."""
+        started = self._launch(case, peers, world)
+        try:
+            yield started
+        finally:
+            for worker in started:
+                worker.stop()
+
     def state(self, **layout: Any) -> dict[str, Any]:
         """A state's description, with a shared file of its own."""
         folder = SHARED_FOLDER if os.access(SHARED_FOLDER, os.W_OK) else self.work
@@ -213,7 +223,7 @@ class Bench:
                     left = [worker for worker in left if worker.name != name]
                     del spent_s[name]
             for worker in list(left):
-                if number == 0 and not PEERS[worker.name].keeps:
+                if number == 0 and worker.name in PEERS and not PEERS[worker.name].keeps:
                     continue
                 began = time.monotonic()
                 figures = self._turn(case, worker, turn)

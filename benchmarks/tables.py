@@ -163,11 +163,12 @@ def train_table(results: Results) -> str:
                 f"{seconds(lost.mean)} [{seconds(lost.low)}, {seconds(lost.high)}]",
                 *(
                     cell(results.spread("train", name, figure), None, seconds)
-                    for figure in ("held_s", "cpu_s", "iteration_s", "iteration_with_saves_s")
+                    for figure in ("held_s", "cpu_s", "iteration_s", "iteration_with_saves_s", "iteration_after_s")
                 ),
             ]
         )
-    header = ["", "slow-down", "lost a save", "held a save", "CPU a save", "iteration, no saves", "with saves"]
+    header = ["", "slow-down", "lost a save", "held a save", "CPU a save"]
+    header += ["iteration, never saved", "with saves", "without, afterwards"]
     return markdown(header, rows)
 
 

@@ -20,6 +20,7 @@ VARIANTS = (
     ("torch-checkpointing", True),
 )
 LATER_SAVES = 2
+QUICK_ROUNDS = 2
 
 
 def run(bench: Bench) -> None:
@@ -34,7 +35,8 @@ def run(bench: Bench) -> None:
         return
     # Whoever fills the state has no part in it.
     with bench.workers("first", [PEERS["raw"]], state):
-        for number in range(1, bench.size.rounds + 1):
+        rounds = bench.size.rounds if bench.size.thorough else QUICK_ROUNDS
+        for number in range(1, rounds + 1):
             for peer, warm in list(variants):
                 if number > bench.size.rounds_least and not (warm and peer.name == "holdfast"):
                     continue  # the target is about that one against itself; a start and three saves take a while
@@ -44,7 +46,7 @@ def run(bench: Bench) -> None:
                 else:
                     name = f"{peer.name}-warmed" if warm else peer.name
                     bench.record("first", name, number, figures, counted=True)
-            bench.say(f"first: round {number} of {bench.size.rounds}")
+            bench.say(f"first: round {number} of {rounds}")
 
 
 def _sample(bench: Bench, peer: Peer, state: dict[str, Any], *, warm: bool) -> dict[str, Any] | None:

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from benchmarks.bench import Bench
     from benchmarks.protocol import Worker
 
-QUICK_BESIDE_PYTHON = ("holdfast", "dcp-thread")
 LEFT_OUT_ON_TWO = {
     "torch-checkpointing": "for the memory that each keeps for its copies; see the case of one rank",
     "dcp-process": "the slowest in the case of one rank",
@@ -41,8 +40,8 @@ def one_rank(bench: Bench) -> None:
             "save", workers, lambda worker: save_turn(bench, "save", worker, "idle"), counted=bench.size.rounds
         )
         _busy(bench, "save", workers, "compute")
-        beside = _fastest(bench, "save-compute", KEPT_BESIDE_PYTHON) if bench.size.thorough else QUICK_BESIDE_PYTHON
-        _busy(bench, "save", workers, "python", beside)
+        if bench.size.thorough:
+            _busy(bench, "save", workers, "python", _fastest(bench, "save-compute", KEPT_BESIDE_PYTHON))
 
 
 def two_ranks(bench: Bench) -> None:

@@ -166,13 +166,18 @@ def test_a_slow_down_too_small_to_be_seen_is_no_gain() -> None:
     assert row.value == 0.0
 
 
-def test_a_pair_of_blocks_gives_what_each_save_cost() -> None:
-    without = {"block_s": 10.0, "cpu_s": 20.0, "iterations_s": [1.0] * 10}
+def test_blocks_give_what_each_save_cost_against_training_that_never_saved() -> None:
+    # This process takes 4/5 of the reference's time; the machine has slowed both down since, by a quarter.
+    before = {"block_s": 8.0, "cpu_s": 20.0, "over_reference": 0.8}
+    reference = {"block_s": 12.5, "cpu_s": 25.0, "iterations_s": [1.25] * 10}
     with_saves = {"block_s": 11.0, "cpu_s": 21.0, "iterations_s": [1.1] * 10, "saves": 4, "held_s": 0.1, "drain_s": 0.0}
-    figures = compared(without, with_saves)
+    after = {"block_s": 20.0, "cpu_s": 40.0, "iterations_s": [2.0] * 10}
+    figures = compared(before, reference, with_saves, after)
     assert figures["slowdown"] == pytest.approx(0.1)
     assert figures["lost_s"] == pytest.approx(0.25)
     assert figures["cpu_s"] == pytest.approx(0.25)
+    assert figures["iteration_s"] == pytest.approx(1.0)
+    assert figures["iteration_after_s"] == pytest.approx(2.0)
 
 
 def test_ranks_are_merged_to_the_slowest() -> None:
@@ -297,6 +302,16 @@ def test_all_take_turns_and_only_the_slow_stop_early(tmp_path: Path, monkeypatch
     assert order.count("broken") == 1
     assert bench.results.values("case", "quick", "held_s") == [1.0] * 5
     assert [problem.contender for problem in bench.results.problems] == ["broken"]
+
+
+def test_who_keeps_nothing_between_turns_begins_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.bench.Bench._wait_quiet", lambda _: None)
+    bench = Bench(SIZES["tiny"], tmp_path)
+    turns: list = []
+    workers: list = [Turns(name) for name in ("holdfast", "dcp-save", "dcp-thread")]
+    bench.rounds("case", workers, lambda worker: turns.append(worker.name) or {"held_s": 1.0}, counted=2)
+    assert turns == ["holdfast", "dcp-thread", *["holdfast", "dcp-save", "dcp-thread"] * 2]
+    assert all(len(bench.results.values("case", worker.name, "held_s")) == 2 for worker in workers)
 
 
 def test_ours_and_the_fastest_peer_have_all_rounds_and_the_very_slow_one(
