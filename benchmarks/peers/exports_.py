@@ -78,7 +78,7 @@ class Managed(Contender):
     def hand_over(self, pending: Pending, path: Path) -> None:
         assert isinstance(pending, Saving), "it comes from `save`"
         if self.rank == 0:
-            os.rename(str(pending.handle.result(0)), path)
+            os.rename(pending.handle.result(0), path)
 
     def before_update(self) -> None:
         self._manager.before_update()

@@ -3,6 +3,7 @@
 `Checkpoint` is what saves return and `holdfast.open` gives. Opening decodes the manifest only; reports are decoded
 when something of theirs is asked for. Directories written by stock ``dcp.save`` open too (see ``foreign``), and those
 of Hugging Face models (see ``hf_source``): they have no checksums, so `verify` can say only that nothing is missing.
+What an export's handle gives is one too: wherever a path is taken, such as by ``from_pretrained``, it is that path.
 
 Guarantees: never writes, locks or recovers; no process group needed; whatever is returned was verified, but for what
 `Checkpoint.map` says of itself.
@@ -20,15 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from holdfast import events
 from holdfast.boxes import Box, whole
 from holdfast.errors import CheckpointNotFound, ConfigError, HoldfastError, StorageError
 from holdfast.format.manifest import METADATA_NAME
 from holdfast.format.objects import load_object
 from holdfast.hf_source import HFSource
-from holdfast.opening import open_source
-from holdfast.plan.read import Want, plan_reads
-from holdfast.reading import Destination, read_into
+from holdfast.opening import PublishedExport, open_source
+from holdfast.reading import read_boxes
 from holdfast.source import HoldfastSource
 from holdfast.state.entries import torch_dtype
 from holdfast.storage.local import LocalStorage
@@ -43,7 +42,16 @@ if TYPE_CHECKING:
 
 Index = tuple[slice | int, ...] | slice | int
 
-__all__ = ["Checkpoint", "Index", "Problem", "TensorInfo", "VerifyReport", "open_checkpoint", "read_objects"]
+__all__ = [
+    "Checkpoint",
+    "Index",
+    "Problem",
+    "TensorInfo",
+    "VerifyReport",
+    "open_checkpoint",
+    "read_objects",
+    "source_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,24 +65,37 @@ class TensorInfo:
 
 
 class Checkpoint:
-    """One published checkpoint. Cheap to make; safe to share between threads."""
+    """One published checkpoint or export. Cheap to make; safe to share between threads; as a path it is its directory.
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    Of an export, tensors have the names and dtypes that they were exported with.
+    """
+
+    def __init__(self, source: Source | PublishedExport) -> None:
+        self._given = source
         self._maps: dict[str, mmap.mmap] = {}
 
     def __repr__(self) -> str:
         return f"<Checkpoint step={self.step} path={self.path!r}>"
 
+    def __str__(self) -> str:
+        return self.path  # as ``from_pretrained`` makes a string of whatever it is given
+
+    def __fspath__(self) -> str:
+        return self.path
+
+    @cached_property
+    def _source(self) -> Source:
+        return self._given.open() if isinstance(self._given, PublishedExport) else self._given
+
     @property
     def path(self) -> str:
         """Its directory."""
-        return self._source.directory
+        return self._given.directory
 
     @property
     def step(self) -> int | None:
         """The step it was saved at; None where none was given."""
-        return self._source.step
+        return self._given.step
 
     @property
     def manifest(self) -> Manifest | None:
@@ -111,44 +132,7 @@ class Checkpoint:
         read. Raises `CheckpointNotFound` for an unknown name, `CheckpointCorrupt`, `StorageError`.
         """
         box, shape = _box_of(name, self._stored(name).shape, index)
-        return self.read_boxes([(name, box)])[0].reshape(shape)
-
-    def read_boxes(self, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
-        """Boxes of tensors, by name, each verified and in new host memory; every file is opened once. As `read`."""
-        dtypes = [torch_dtype(self._stored(name).dtype) for name, _ in wanted]
-        return self._read(
-            wanted,
-            lambda: [torch.empty(box.sizes, dtype=dtype) for (_, box), dtype in zip(wanted, dtypes, strict=True)],
-        )
-
-    def read_into(self, out: torch.Tensor, name: str, index: Index | None = None) -> None:
-        """`read` into host memory that is there: ``out``, contiguous, of the part's shape and dtype.
-
-        What is in it is undefined if this raises. Raises `ConfigError` for an ``out`` of another kind; else as `read`.
-        """
-        stored = self._stored(name)
-        box, shape = _box_of(name, stored.shape, index)
-        dtype = torch_dtype(stored.dtype)
-        if (tuple(out.shape), out.dtype, out.device.type) != (shape, dtype, "cpu") or not out.is_contiguous():
-            raise ConfigError(
-                f"{name}: expected contiguous host memory for {list(shape)} of {dtype}, found {list(out.shape)} of "
-                f"{out.dtype} on {out.device}",
-                field="out",
-            )
-        self._read([(name, box)], lambda: [out.view(box.sizes)])
-
-    def _read(self, wanted: Sequence[tuple[str, Box]], memory: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-        """Boxes in ``memory``, which isn't taken before all files are there, as large as they are said to be."""
-        stored = {name: self._stored(name) for name, _ in wanted}
-        plan = plan_reads([Want(name, box, at, box) for at, (name, box) in enumerate(wanted) if box.volume], stored)
-        with self._source.open_files(verify=True) as files:
-            for file in {transfer.file for transfer in plan.transfers}:
-                files.require(file)
-            out = memory()
-            into = [Destination(name, tensor) for (name, _), tensor in zip(wanted, out, strict=True)]
-            read_into(files, plan, into, self._source)
-        events.count("bytes_read", files.bytes_read)
-        return out
+        return read_boxes(self._source, [(name, box)])[0].reshape(shape)
 
     def map(self, name: str, *, verify: bool = False) -> torch.Tensor:
         """Tensor ``name`` as a view of its file: nothing is read before it is used, processes share the memory.
@@ -200,7 +184,7 @@ class Checkpoint:
         already stays, and `verify` says whether it is right. Raises `CheckpointCorrupt`, `StorageError`.
         """
         path = os.path.join(self.path, METADATA_NAME)
-        if isinstance(self._source, HFSource):
+        if isinstance(self._source, HFSource) or (self.manifest is not None and self.manifest.kind == "export"):
             raise ConfigError(
                 f"{self.path} is a Hugging Face directory; stock DCP reads it with its HuggingFaceStorageReader",
                 field="path",
@@ -227,12 +211,17 @@ class Checkpoint:
         progress: called with (bytes done, bytes in all) now and then, on the calling thread.
         """
         try:
-            source = self._source.fresh()
+            source = self._given.fresh()
         except HoldfastError as error:
             return VerifyReport(
-                ok=False, files=0, nbytes=0, checksummed=self._source.checksummed, problems=(problem_of(error),)
+                ok=False, files=0, nbytes=0, checksummed=self._given.checksummed, problems=(problem_of(error),)
             )
         return verify_source(source, progress)
+
+
+def source_of(checkpoint: Checkpoint) -> Source:
+    """Where what ``checkpoint`` gives comes from: for what Holdfast makes of it."""
+    return checkpoint._source  # noqa: SLF001 - of this module: users have no name for it
 
 
 class _Objects(Mapping[str, Any]):

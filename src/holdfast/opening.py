@@ -1,5 +1,7 @@
 """From a path to a `Source`: who wrote what is there.
 
+`PublishedExport` is one that was just published, and is opened only if somebody wants to know more of it than where.
+
 Guarantees: opening reads only; a path that can't be a checkpoint is a `ConfigError`, one that isn't is
 `CheckpointNotFound`.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import dataclass
 from typing import Final
 
 from holdfast.errors import CheckpointNotFound, ConfigError
@@ -27,6 +30,41 @@ _PICKLED_MODELS: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 STOCK_PLACES: Final = ("", "model", "weights")
 """Where below its directory a stock checkpoint has its metadata, in one of the layouts that ``foreign`` knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedExport:
+    """What ``attempt`` has just published in ``directory``: nothing of it has been read."""
+
+    directory: str
+    attempt: str
+    step: int | None
+
+    def open(self) -> Source:
+        """Its model; of what has none that Holdfast could load, such as an adapter, its files and checksums.
+
+        Raises as `open_source`, and `CheckpointNotFound` if something else is there by now.
+        """
+        return self._opened(exports=not has_hf_model(self.directory))
+
+    def fresh(self) -> Source:
+        """Its files and checksums, to be verified; raises as `open`."""
+        return self._opened(exports=True)
+
+    @property
+    def checksummed(self) -> bool:
+        """As of any `Source` that Holdfast published."""
+        return True
+
+    def _opened(self, *, exports: bool) -> Source:
+        source = open_source(self.directory, exports=exports)
+        if source.manifest is None or source.manifest.attempt != self.attempt:
+            raise CheckpointNotFound(
+                f"{self.directory} is not what attempt {self.attempt} published any more: open it anew",
+                path=self.directory,
+                step=self.step,
+            )
+        return source
 
 
 def open_source(path: str, *, exports: bool = False) -> Source:

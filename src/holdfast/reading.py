@@ -1,5 +1,7 @@
 """From stored files into tensors: carries out a read plan. See ``plan.read`` for what, ``storage.reading`` for how.
 
+`read_boxes` makes the plan as well, for boxes of a few tensors that are wanted in host memory.
+
 A transfer that is one run of bytes on both sides, into host memory of the stored dtype, is read straight to where it
 belongs. Everything else (strided boxes, other dtypes, device memory) passes through a scratch buffer of at most
 8 MiB a thread.
@@ -14,9 +16,10 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from holdfast import _torch_compat as compat
+from holdfast import events
 from holdfast.boxes import Box, strides
 from holdfast.export.moves import Move
-from holdfast.plan.read import Transfer, byte_span, dest_offset, is_direct, row_chunks
+from holdfast.plan.read import Transfer, Want, byte_span, dest_offset, is_direct, plan_reads, row_chunks
 from holdfast.state.entries import torch_dtype
 from holdfast.state.structure import part_of
 from holdfast.storage.reading import FileSet, Piece
@@ -70,6 +73,26 @@ def read_into(files: FileSet, plan: ReadPlan, destinations: Sequence[Destination
         )
     with torch.no_grad():
         files.read(work)
+
+
+def read_boxes(
+    source: Source, wanted: Sequence[tuple[str, Box]], *, into: Sequence[torch.Tensor] | None = None
+) -> Sequence[torch.Tensor]:
+    """Boxes of tensors that ``source`` has, by name, each verified; every file is opened once.
+
+    into: contiguous host memory of the boxes' shapes and dtypes, undefined if this raises; None for new memory, which
+    isn't taken before all files are there, as large as they are said to be. Raises `CheckpointCorrupt`, `StorageError`.
+    """
+    stored = {name: source.tensors[name] for name, _ in wanted}
+    plan = plan_reads([Want(name, box, at, box) for at, (name, box) in enumerate(wanted) if box.volume], stored)
+    with source.open_files(verify=True) as files:
+        for file in {transfer.file for transfer in plan.transfers}:
+            files.require(file)
+        if into is None:
+            into = [torch.empty(box.sizes, dtype=torch_dtype(stored[name].dtype)) for name, box in wanted]
+        read_into(files, plan, [Destination(name, out) for (name, _), out in zip(wanted, into, strict=True)], source)
+    events.count("bytes_read", files.bytes_read)
+    return into
 
 
 def _read_records(files: FileSet, plan: ReadPlan, destinations: Sequence[Destination], records: RecordReader) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import holdfast
 from holdfast import starting
 from holdfast.boxes import Box
+from holdfast.checkpoint import source_of
 from holdfast.engine.client import EngineClient
 from holdfast.errors import (
     CheckpointCorrupt,
@@ -32,6 +33,7 @@ from holdfast.errors import (
     DeadlineExceeded,
     StateMismatch,
 )
+from holdfast.reading import read_boxes
 from holdfast.testing.staging import held_copies
 
 
@@ -166,7 +168,7 @@ def test_boxes_are_read_together(tmp_path: Path) -> None:
     checkpoint = holdfast.save({"w": weight, "none": torch.zeros(0, 3)}, tmp_path / "ckpt")
     before = holdfast.statistics()["bytes_read"]
     quarters = [("w", Box((16 * n, 0), (16, 256))) for n in range(4)]
-    *parts, none = checkpoint.read_boxes([*quarters, ("none", Box((0, 0), (0, 3)))])
+    *parts, none = read_boxes(source_of(checkpoint), [*quarters, ("none", Box((0, 0), (0, 3)))])
     together = holdfast.statistics()["bytes_read"] - before
     assert torch.equal(torch.cat(parts), weight)
     assert none.shape == (0, 3)

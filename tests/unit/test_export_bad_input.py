@@ -166,7 +166,7 @@ def test_a_source_without_a_configuration(make: Callable[[], nn.Module], tmp_pat
     assert files_below(tmp_path) == {"source/tokenizer.json": b"{}"}
     (source / "config.json").write_text("{}")
     with holdfast.CheckpointManager(tmp_path / "run", {"model": make()}, exports=[export]) as manager:
-        assert (manager.step(1)[0].result() / "tokenizer.json").read_text() == "{}"
+        assert Path(manager.step(1)[0].result(), "tokenizer.json").read_text() == "{}"
 
 
 # what is there ---------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 from holdfast import _torch_compat as compat
 from holdfast.agreement import Agreement, Ballot
 from holdfast.boxes import Box
+from holdfast.checkpoint import source_of
 from holdfast.delivery import verify_staging
 from holdfast.dtypes import ITEMSIZE
 from holdfast.errors import SaveFailed, StateChangedWhileStaging
@@ -23,6 +24,7 @@ from holdfast.export.sources import Memory, Piece, Source, sources_of
 from holdfast.plan.shares import World
 from holdfast.plan.structure import digest_of, encode_structure, is_per_rank
 from holdfast.plan.write import plan_save
+from holdfast.reading import read_boxes
 from holdfast.staging.tripwire import WatchList
 from holdfast.state.structure import structure_of
 
@@ -277,14 +279,13 @@ class StoredState:
         return {}
 
     def memories(self, wanted: Sequence[Memory]) -> OnDemand:
-        tensors = self._checkpoint.tensors
+        source, tensors = source_of(self._checkpoint), self._checkpoint.tensors
         few = self._small_ones(wanted)
 
         def read(memory: Memory, room: torch.Tensor) -> torch.Tensor:
             box, dtype = memory.box, tensors[memory.source].dtype
             part = room[: box.volume * dtype.itemsize]
-            index = tuple(slice(start, stop) for start, stop in zip(box.offsets, box.stops, strict=True))
-            self._checkpoint.read_into(part.view(dtype).view(box.sizes), memory.source, index)
+            read_boxes(source, [(memory.source, box)], into=[part.view(dtype).view(box.sizes)])
             return part
 
         return OnDemand(wanted, find=lambda memory: few.get(memory[:2]), make=read)
@@ -298,7 +299,7 @@ class StoredState:
             if nbytes <= min(left, _SMALL_BYTES):
                 chosen.append((source, box))
                 left -= nbytes
-        read = self._checkpoint.read_boxes(chosen)
+        read = read_boxes(source_of(self._checkpoint), chosen)
         return {key: compat.as_bytes(tensor) for key, tensor in zip(chosen, read, strict=True)}
 
     def verify(self) -> None:

@@ -20,10 +20,10 @@ import os
 import queue
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast import events
+from holdfast.checkpoint import Checkpoint
 from holdfast.delivery import Carrier, deadlines_of, plan_attempt
 from holdfast.engine.client import EngineClient
 from holdfast.engine.messages import FileRow
@@ -36,6 +36,7 @@ from holdfast.format.parts import FilePart
 from holdfast.handle import SaveHandle
 from holdfast.keeping import Keeper
 from holdfast.limits import limits_of
+from holdfast.opening import PublishedExport
 from holdfast.outcome import Aborted, AbortReason
 from holdfast.saver import ENGINE_GRACE_S, ORPHAN_GRACE_S, REMOVAL_GRACE_S, THREAD_GRACE_S
 from holdfast.staging.image import PAGE_BYTES, Image
@@ -259,14 +260,14 @@ class Exporter:
                 _log.exception("after the export of step %s", ticket.step)
             self._finish(ticket, outcome)
 
-    def _finish(self, ticket: Ticket, outcome: Path | BaseException) -> None:
+    def _finish(self, ticket: Ticket, outcome: Checkpoint | BaseException) -> None:
         failed = isinstance(outcome, BaseException)
         more = {"error": repr(outcome)} if failed else {}
         what = "export.failed" if failed else "export.published"
         events.emit(what, step=ticket.step, rank=self._group.rank, path=ticket.handle.path, **more)
-        ticket.handle.finish(outcome, stage="failed" if failed else "published")  # type: ignore[arg-type]
+        ticket.handle.finish(outcome, stage="failed" if failed else "published")
 
-    def _take(self, ticket: Ticket) -> Path:
+    def _take(self, ticket: Ticket) -> Checkpoint:
         key = f"export/{self._session}/{ticket.number}"
         try:
             self._wait_answered(ticket)
@@ -289,8 +290,8 @@ class Exporter:
                 timeout_s=limit_s,
             )
 
-    def _deliver(self, ticket: Ticket, key: str) -> Path:
-        """Publish the export and return its path; else raise what every rank raises."""
+    def _deliver(self, ticket: Ticket, key: str) -> Checkpoint:
+        """Publish the export and return what stands; else raise what every rank raises."""
         step, handle = ticket.step, ticket.handle
         made: Made | None = None
         failure: BaseException | None = None
@@ -329,7 +330,7 @@ class Exporter:
             raise outcome.reason.error(step=step)
         if self._group.rank == 0 and self._managed:
             self._after_publish(ticket, attempt)
-        return Path(self._storage.path(attempt.name))
+        return Checkpoint(PublishedExport(self._storage.path(attempt.name), attempt.id, step))
 
     def _planned(self, ticket: Ticket, made: Made) -> Any:
         replaces = False

@@ -109,14 +109,12 @@ class _Session:
         ticket = self._exporter.ticket(None, name=os.path.basename(target), overwrite=overwrite)
         ticket.give(self._live or StoredState(source, self._group.rank, self._group.world))
         try:
-            found: Any = ticket.handle.result(max(self._left_s(), OUTCOME_GRACE_S))
+            return Path(ticket.handle.result(max(self._left_s(), OUTCOME_GRACE_S)))
         except DeadlineExceeded:
             message = (
                 f"the export to {target} did not end within {self._timeout_s:g} s; look at the storage, or allow more"
             )
             raise DeadlineExceeded(message, waited_for=f"export to {target}", timeout_s=self._timeout_s) from None
-        assert isinstance(found, Path)
-        return found
 
     def close(self) -> None:
         """Let go of everything; what is in work is given up."""
