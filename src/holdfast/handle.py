@@ -93,7 +93,8 @@ class SaveHandle:
         """Return the published `Checkpoint`; of an export, the Hugging Face directory as one.
 
         Returns once it is visible to readers and durable. Where a path is taken, it is that of its directory.
-        timeout: seconds; None for the sum of the configured deadlines. Raises `SaveFailed`, `OutcomeUnknown`, or `DeadlineExceeded` (the save itself goes on).
+        timeout: seconds; None for the sum of the configured deadlines. Raises `SaveFailed`, `OutcomeUnknown`, or
+        `DeadlineExceeded` (the save itself goes on).
         """
         self._settle(timeout)
         return self._future.result(0)

@@ -177,13 +177,13 @@ def test_members_of_a_configuration_can_be_set(model: Any, tmp_path: Path) -> No
     updates = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     tiny_config().save_pretrained(tmp_path)
     for given in ({"assets": tmp_path}, {"assets": tiny_config()}, {"model": model}):
-        found = json.loads(contents(collect_assets(**given, config_updates=updates))["config.json"])
+        found = json.loads(contents(collect_assets(**given).with_config(updates))["config.json"])
         assert found["quantization_config"] == updates["quantization_config"]
         assert found["model_type"] == "llama"
     with pytest.raises(ConfigError, match=r"no config\.json"):
-        collect_assets(config_updates=updates)
+        collect_assets().with_config(updates)
     with pytest.raises(ConfigError, match=r"can't go into config\.json"):
-        collect_assets(tmp_path, config_updates={"x": object()})
+        collect_assets(tmp_path).with_config({"x": object()})
 
 
 # models --------------------------------------------------------------------------------------------------------

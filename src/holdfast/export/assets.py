@@ -77,6 +77,13 @@ class AssetSet:
         """The bytes of each by its path. Raises `StorageError` as `Asset.read` does."""
         return {asset.path: asset.read() for asset in self.files}
 
+    def with_config(self, updates: Mapping[str, Any]) -> AssetSet:
+        """The same with members of its ``config.json`` set, such as ``quantization_config``. Raises `ConfigError`."""
+        if CONFIG_NAME not in self.paths:
+            raise ConfigError(f"there is no {CONFIG_NAME} among the assets to update", field="assets")
+        files = tuple(_revised(asset, None, updates) if asset.path == CONFIG_NAME else asset for asset in self.files)
+        return AssetSet(files, self.left_out)
+
     def require_apart_from(self, names: Iterable[str]) -> None:
         """Raise `ConfigError` if an asset has the path of one of ``names``, which the export writes itself."""
         both = sorted(set(self.paths).intersection(names))
@@ -95,7 +102,6 @@ def collect_assets(
     *,
     dtype: object = None,
     adapter: bool | str = False,
-    config_updates: Mapping[str, Any] | None = None,
 ) -> AssetSet:
     """All files of an export that hold no weights. Where two bring the same path, the later of this list has it:
 
@@ -109,7 +115,6 @@ def collect_assets(
         that of its parameters.
     adapter: True, or an adapter's name: ``adapter_config.json`` of the model's only, active or so named adapter, and no
         ``config.json``, as PEFT has it.
-    config_updates: members of ``config.json`` to set, such as ``quantization_config``.
 
     Raises:
         ConfigError: something that can't be used, said by its name, before anything was written.
@@ -140,9 +145,7 @@ def collect_assets(
     if tokenizer is not None:
         files = _with_tokenizer(files, tokenizer, left)
     if CONFIG_NAME in files:
-        files[CONFIG_NAME] = _revised(files[CONFIG_NAME], wanted, config_updates or {})
-    elif config_updates:
-        raise ConfigError("there is no config.json among the assets to update", field="config_updates")
+        files[CONFIG_NAME] = _revised(files[CONFIG_NAME], wanted, {})
     return AssetSet(tuple(files[path] for path in sorted(files)), tuple(left))
 
 
@@ -422,6 +425,6 @@ def _revised(asset: Asset, dtype: str | None, updates: Mapping[str, Any]) -> Ass
     try:
         text = json.dumps({**document, **changes}, indent=2, sort_keys=True) + "\n"
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{changes!r:.200} can't go into {CONFIG_NAME}: {error}", field="config_updates") from error
+        raise ConfigError(f"{changes!r:.200} can't go into {CONFIG_NAME}: {error}", field="assets") from error
     data = text.encode()
     return Asset(asset.path, len(data), data=data)

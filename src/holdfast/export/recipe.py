@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from holdfast.errors import ConfigError
-from holdfast.export.assets import AssetSet, collect_assets
-from holdfast.export.hf_default import is_pretrained, saves_adapter_only, tied_names, unwrapped
+from holdfast.export.assets import CONFIG_NAME, AssetSet, collect_assets
+from holdfast.export.hf_default import saves_adapter_only, tied_names, unwrapped
 from holdfast.export.hf_layout import (
     HFLayout,
     Part,
@@ -30,7 +30,7 @@ from holdfast.export.hf_layout import (
 from holdfast.export.key_map import compile_key_map
 from holdfast.export.moves import KeyMapping, MappedTensor
 from holdfast.export.plan import ExportPlan, plan_export
-from holdfast.export.rules import Fp8
+from holdfast.export.quantization import fp8_config, fp8_rule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -84,7 +84,8 @@ class Recipe:
         sources = stock.sources(self.wants)
         mappings = [self._mapping(model, sources) for model in self._models]
         layout = self._layout(mappings)
-        whole = KeyMapping(tuple(tensor for mapping in mappings for tensor in mapping.tensors), {})
+        aliases = {name: standing for mapping in mappings for name, standing in mapping.aliases.items()}
+        whole = KeyMapping(tuple(tensor for mapping in mappings for tensor in mapping.tensors), aliases)
         used = {move.source for tensor in whole.tensors for move in tensor.moves}
         plan = plan_export(
             layout.files,
@@ -92,7 +93,14 @@ class Recipe:
             {name: source for name, source in sources.items() if name in used},
             world=stock.world,
         )
-        return Made(plan, layout, self._prewritten(layout) if self._rank == 0 else {})
+        quantization = fp8_config(whole.tensors, whole.aliases)
+        if quantization is None and self._is_fp8:
+            raise ConfigError(
+                "HFExport.dtype: float8 is for matrices of linear layers, and the export has none to quantize: "
+                "`fp32_keys` or the kind of its layers keeps each as it is",
+                field="dtype",
+            )
+        return Made(plan, layout, self._prewritten(layout, quantization) if self._rank == 0 else {})
 
     # Inside. -----------------------------------------------------------------------------------------------------
 
@@ -100,15 +108,12 @@ class Recipe:
         export = self._export
         main = self._models[0].module if len(self._models) == 1 else None
         adapter = main is not None and saves_adapter_only(main)
-        has_config = export.assets is not None or is_pretrained(main)
-        updates = {"quantization_config": _FP8_CONFIG} if self._is_fp8 and has_config else None
         return collect_assets(
             export.assets,
             export.tokenizer,
             main,
             dtype=None if self._is_fp8 else export.dtype,
             adapter=adapter,
-            config_updates=updates,
         )
 
     @property
@@ -123,7 +128,7 @@ class Recipe:
         order += [name for name in there if name not in known]
         key_map, dtype = self._export.key_map, self._export.dtype
         if self._is_fp8:
-            key_map = [key_map, Fp8(_QUANTIZED, leave=self._export.fp32_keys)]
+            key_map = [key_map, fp8_rule(self._export.fp32_keys, model.module)]
             dtype = None
         mapping = compile_key_map(
             key_map,
@@ -144,7 +149,8 @@ class Recipe:
             )
             for tensor in mapping.tensors
         ]
-        return KeyMapping(tuple(renamed), mapping.aliases)
+        aliases = {own + name: prefix + standing for name, standing in mapping.aliases.items()}
+        return KeyMapping(tuple(renamed), aliases)
 
     def _layout(self, mappings: Sequence[KeyMapping]) -> HFLayout:
         if len(mappings) == 1 and _is_adapter(self._models[0]):
@@ -163,28 +169,18 @@ class Recipe:
             total_parameters=sum(model.parameters for model in self._models),
         )
 
-    def _prewritten(self, layout: HFLayout) -> dict[str, bytes]:
+    def _prewritten(self, layout: HFLayout, quantization: Mapping[str, Any] | None) -> dict[str, bytes]:
         names = [file.name for file in layout.files]
         if layout.index is not None:
             names.append(layout.index_name)
-        self._assets.require_apart_from(names)
-        files = self._assets.contents()
+        assets = self._assets
+        assets.require_apart_from(names)
+        if quantization is not None and CONFIG_NAME in assets.paths:
+            assets = assets.with_config({"quantization_config": quantization})
+        files = assets.contents()
         if layout.index is not None:
             files[layout.index_name] = layout.index
         return files
-
-
-_QUANTIZED = (
-    r"^(?!.*(embed|lm_head|norm|\.gate\.|router|wte|wpe))"
-    r".*(proj|linear|fc\d?|query|key|value|dense)\.weight$"
-)
-"""What is quantized where the dtype says so: matrices of linear layers, but for embeddings, heads and routers."""
-_FP8_CONFIG = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [128, 128],
-}
 
 
 def models_of(export: HFExport, state: Mapping[str, Any]) -> list[Model]:
