@@ -101,10 +101,11 @@ def planned_key(number: int) -> str:
 class Agreement:
     """The agreements of one session, save after save; one per rank, used by one thread.
 
-    ``board`` is this thread's own client.
+    ``board`` is this thread's own client; ``what`` is called a save here, as messages are to have it.
     """
 
     board: Board
+    what: str = "save"
     _number: int = 0
     _swept: int = 0
     _posted: set[str] = field(default_factory=set)
@@ -129,7 +130,7 @@ class Agreement:
             try:
                 self._cast(self._number, ballot, encoded_structure)
             except BoardLost as error:
-                _log.warning("rank %d could not cast its ballot for a save: %s", self.board.rank, error)
+                _log.warning("rank %d could not cast its ballot for the %s: %s", self.board.rank, self.what, error)
         return self._number
 
     def _cast(self, number: int, ballot: Ballot, encoded_structure: bytes) -> None:
@@ -178,7 +179,7 @@ class Agreement:
         Doesn't wait and never raises: if the board is lost, so is whoever would read this.
         """
         board, number = self.board, self._number
-        message = f"rank {board.rank} has closed its session and takes part in no further save"
+        message = f"rank {board.rank} has closed its session and takes part in no further {self.what}"
         reason = AbortReason.of(SaveFailed(message, step=None, rank=board.rank), rank=board.rank)
         try:
             if self._over is None and board.rank == 0:
@@ -233,15 +234,15 @@ class Agreement:
             missing = [rank for rank in range(board.world) if rank not in cast]
             shown = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
             message = (
-                f"after {timeout_s:g} s rank(s) {shown} of {board.world} had not called this save; every rank of the "
-                "group must call it, in the same order"
+                f"after {timeout_s:g} s rank(s) {shown} of {board.world} had not called this {self.what}; "
+                "every rank of the group must call it, in the same order"
             )
             error = DeadlineExceeded(message, waited_for=f"rank(s) {shown}", timeout_s=timeout_s)
             error.__cause__ = late
             return Verdict("refused", refusal=AbortReason.of(error, rank=0))
         self._sweep(number)
         ballots: list[_CastBallot] = sorted(map(_BALLOT.decode, data or ()), key=itemgetter(0))
-        return judge([ballot for _, ballot in ballots], self._agreed)
+        return judge([ballot for _, ballot in ballots], self._agreed, what=self.what)
 
     def _sweep(self, number: int) -> None:
         """Delete the keys of earlier saves: every rank has left them behind, as all have cast ballot ``number``."""
@@ -254,7 +255,7 @@ class Agreement:
         self.board.delete(f"verdict/{number}")
 
 
-def judge(ballots: Sequence[Ballot], agreed: tuple[str, ...] | None) -> Verdict:
+def judge(ballots: Sequence[Ballot], agreed: tuple[str, ...] | None, *, what: str = "save") -> Verdict:
     """The verdict on one save's ballots, in rank order; ``agreed`` are the digests of the plan in use. Pure."""
     for ballot in ballots:
         if ballot.refusal is not None:
@@ -263,8 +264,8 @@ def judge(ballots: Sequence[Ballot], agreed: tuple[str, ...] | None) -> Verdict:
     for rank, ballot in enumerate(ballots):
         if (ballot.step, ballot.target) != (first.step, first.target):
             message = (
-                f"ranks disagree on what to save: rank 0 said step {first.step} to {first.target}, "
-                f"rank {rank} said step {ballot.step} to {ballot.target}; call save with equal arguments on every rank"
+                f"ranks disagree on what to {what}: rank 0 said {_said(first)}, rank {rank} said {_said(ballot)}; "
+                f"call {what} with equal arguments on every rank"
             )
             return Verdict("refused", refusal=AbortReason(rank, "ConfigError", message, fields={"field": None}))
     if any(ballot.busy for ballot in ballots):
@@ -275,6 +276,10 @@ def judge(ballots: Sequence[Ballot], agreed: tuple[str, ...] | None) -> Verdict:
     distinct = tuple(dict.fromkeys(digests))
     place = {digest: index for index, digest in enumerate(distinct)}
     return Verdict("replan", digests=distinct, of_rank=tuple(place[digest] for digest in digests))
+
+
+def _said(ballot: Ballot) -> str:
+    return ballot.target if ballot.step is None else f"step {ballot.step} to {ballot.target}"
 
 
 class _Vote(msgspec.Struct, frozen=True):

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from holdfast.coordination import Board
+    from holdfast.outcome import Deed
     from holdfast.storage.protocol import Storage
 
 __all__ = ["AbortReason", "Aborted", "Attempt", "Deadlines", "InDoubt", "Outcome", "Published"]
@@ -100,6 +101,7 @@ class Attempt:
         self.id = ""
         self.name = ""
         self.step: int | None = None
+        self.what: Deed = "save"
         self.directory = ""
         self.trash: tuple[str, ...] = ()
 
@@ -116,6 +118,7 @@ class Attempt:
         prewritten: Mapping[str, bytes] | None = None,
         refusal: AbortReason | None = None,
         step: int | None = None,
+        what: Deed = "save",
         host: str = "",
         remove: Callable[[str], None] | None = None,
     ) -> Attempt:
@@ -124,14 +127,14 @@ class Attempt:
         Rank 0 passes ``plan`` and ``prewritten``, the files known beforehand (an export's may lie one directory below),
         which are durable with the attempt directory when this returns there; or ``refusal``, why there is none. Other
         ranks wait for that, at most ``deadlines.begin_s``, and make sure that they see the same directory. ``clock`` is
-        monotonic, in seconds; ``step`` and ``host`` are for messages; ``remove`` is handed what an attempt that could
-        not begin has left in the trash.
+        monotonic, in seconds; ``step``, ``what`` and ``host`` are for messages; ``remove`` is handed what an attempt
+        that could not begin has left in the trash.
 
         Raises what `AbortReason.error` gives, the same on every rank that could not begin: `CheckpointExists`,
         `ConfigError` (the root isn't shared), or `SaveFailed` with its cause.
         """
         attempt = cls(storage, board, clock, key, deadlines, host)
-        attempt.step = step
+        attempt.step, attempt.what = step, what
         if attempt._actor is Actor.COORDINATOR:
             if refusal is not None:
                 attempt._fail_begin(refusal)
@@ -232,7 +235,7 @@ class Attempt:
             _log.warning("attempt %s: the other ranks could not be told that it did not begin: %s", self.id, error)
         self._move(State.REMOVED)
         self._news.leave()
-        raise reason.error(step=self.step)
+        raise reason.error(step=self.step, what=self.what)
 
     def _refuse_occupied(self, plan: AttemptPlan) -> None:
         if not plan.overwrite and is_occupied(self._storage, plan.name):
@@ -358,7 +361,7 @@ class Attempt:
             outcome = self.settle(unreported=AbortReason.of(error, rank=self._news.rank, unreported=True))
             assert isinstance(outcome, Aborted)
             reason = outcome.reason
-        raise reason.error(step=self.step)
+        raise reason.error(step=self.step, what=self.what)
 
     def _check_shared(self, note: Begun) -> None:
         path = f"{note.directory}/{PLAN_NAME}"

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from holdfast.engine.client import EngineClient
     from holdfast.format.manifest import Kind
     from holdfast.group import Group
+    from holdfast.outcome import Deed
     from holdfast.staging.layout import CaptureBuffer
     from holdfast.storage.local import LocalStorage
 
@@ -74,7 +75,16 @@ class Carrier:
     What all deliveries have in common: to begin, to have the engine persist a plan from an image, to report, to settle.
     """
 
-    def __init__(self, storage: LocalStorage, group: Group, engine: EngineClient, deadlines: Deadlines) -> None:
+    def __init__(
+        self,
+        storage: LocalStorage,
+        group: Group,
+        engine: EngineClient,
+        deadlines: Deadlines,
+        *,
+        what: Deed = "save",
+    ) -> None:
+        self._what = what
         self._storage = storage
         self._group = group
         self._board = group.board.clone()
@@ -119,6 +129,7 @@ class Carrier:
             prewritten=prewritten,
             refusal=refusal,
             step=step,
+            what=self._what,
             host=socket.gethostname(),
             remove=self.remove,
         )

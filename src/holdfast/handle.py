@@ -52,7 +52,9 @@ class SaveHandle:
         default_timeout_s: float,
         wait_staged: Callable[[SaveHandle, float | None], None],
         callbacks: Callbacks,
+        what: str = "save",
     ) -> None:
+        self._what = what
         self.step = step
         self.path = path
         self.attempt: str | None = None
@@ -132,10 +134,11 @@ class SaveHandle:
         try:
             self._future.exception(max(0.0, deadline - time.monotonic()))
         except concurrent.futures.TimeoutError:
+            which = self._what if self.step is None else f"{self._what} of step {self.step}"
             raise DeadlineExceeded(
-                f"save of step {self.step} to {self.path} has not ended after {limit_s:g} s (it is {self._stage}); "
+                f"{which} to {self.path} has not ended after {limit_s:g} s (it is {self._stage}); "
                 "it goes on in the background: wait longer, or look at the storage",
-                waited_for=f"save of step {self.step}",
+                waited_for=which,
                 timeout_s=limit_s,
             ) from None
 

@@ -10,12 +10,16 @@ Does not: decide anything (``commit`` does).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final, Literal
 
 import msgspec
 
 from holdfast import errors
 from holdfast.errors import CheckpointExists, ConfigError, HoldfastError, SaveFailed, StateChangedWhileStaging
+
+Deed = Literal["save", "export"]
+"""What an attempt is, for messages."""
+_EARLIER: Final = {"save": "checkpoints", "export": "exports"}
 
 
 class AbortReason(msgspec.Struct, frozen=True, tag="abort"):
@@ -59,8 +63,8 @@ class AbortReason(msgspec.Struct, frozen=True, tag="abort"):
             setattr(error, name, tuple(value) if isinstance(value, list) else value)
         return error
 
-    def error(self, *, step: int | None) -> HoldfastError:
-        """What the save of ``step`` raises, equal on every rank.
+    def error(self, *, step: int | None, what: Deed = "save") -> HoldfastError:
+        """What the save (or export) of ``step`` raises, equal on every rank.
 
         What the caller has to put right is raised as it is (`CheckpointExists`, `ConfigError`,
         `StateChangedWhileStaging`); anything else is the cause of a `SaveFailed`.
@@ -71,8 +75,8 @@ class AbortReason(msgspec.Struct, frozen=True, tag="abort"):
         at = "" if step is None else f" of step {step}"
         where = "" if self.path is None or self.path in self.message else f" ({self.path})"
         message = (
-            f"the save{at} failed on rank {self.rank}{where}: {self.message}. "
-            "Nothing was published; earlier checkpoints are as they were"
+            f"the {what}{at} failed on rank {self.rank}{where}: {self.message}. "
+            f"Nothing was published; earlier {_EARLIER[what]} are as they were"
         )
         failed = SaveFailed(message, step=step, rank=self.rank, path=self.path, errno=self.errno)
         failed.__cause__ = cause

@@ -44,6 +44,23 @@ def test_a_rank_that_does_not_come_is_named():
     assert "rank(s) 1 of 3 had not called this save" in str(error)
 
 
+def test_messages_say_what_was_to_be_agreed_on():
+    ranks = [Agreement(board, "export") for board in LocalBoard.of_world(2)]
+    verdict = run_ranks(lambda rank: agree(ranks[rank], None, timeout_s=0.2) if rank == 0 else None, 2)[0]
+    assert "rank(s) 1 of 2 had not called this export" in str(verdict.refusal.cause())
+    failed = verdict.refusal.error(step=None, what="export")
+    assert str(failed).startswith("the export failed on rank 0: ")
+    assert str(failed).endswith("earlier exports are as they were")
+
+    def cast(rank):
+        ranks[rank].cast(Ballot(None, f"/root/{rank}", DIGEST), ENCODED)
+        return ranks[rank].wait_verdict(timeout_s=SOON_S)
+
+    ranks = [Agreement(board, "export") for board in LocalBoard.of_world(2)]
+    message = str(run_ranks(cast, 2)[0].refusal.cause())
+    assert "what to export: rank 0 said /root/0, rank 1 said /root/1; call export with" in message
+
+
 @pytest.mark.parametrize("leaver", [0, 1, 2])
 @pytest.mark.parametrize("before", [0, 2])
 def test_a_save_that_one_rank_has_left_is_refused_at_once(leaver, before):

@@ -248,6 +248,9 @@ class Run:
     def survives(self, failed: int, error: BaseException | None) -> None:
         """The export of step ``failed``, the second, did; everything else is there, and the next one, too."""
         assert isinstance(error, HoldfastError)
+        if isinstance(error, SaveFailed):
+            assert str(error).startswith("the export of step 2 failed on rank 0"), error
+            assert "earlier exports are as they were" in str(error)
         with pytest.warns(UserWarning, match=re.escape(str(error))):
             self.manager.wait()
         for handle in self.step(failed + 1):

@@ -150,7 +150,7 @@ class Exporter:
             except BaseException:
                 self._lock.release()
                 raise
-        self._carrier = Carrier(self._storage, group, self._engine, deadlines_of(config))
+        self._carrier = Carrier(self._storage, group, self._engine, deadlines_of(config), what="export")
         self._number = 0
         self._made: tuple[Stock, Made, RankPlan] | None = None
         self._stock = LastStock()
@@ -208,6 +208,7 @@ class Exporter:
                 default_timeout_s=one_s * (2 + len(self._pending)) + 30.0,
                 wait_staged=lambda _handle, timeout: self._wait_staged(timeout),
                 callbacks=self._callbacks,
+                what="export",
             ),
             self._stock,
             overwrite=overwrite,
@@ -327,7 +328,7 @@ class Exporter:
         if isinstance(outcome, Aborted):
             if self._link is not None:
                 self._link.settle()
-            raise outcome.reason.error(step=step)
+            raise outcome.reason.error(step=step, what="export")
         if self._group.rank == 0 and self._managed:
             self._after_publish(ticket, attempt)
         return Checkpoint(PublishedExport(self._storage.path(attempt.name), attempt.id, step))

@@ -91,7 +91,7 @@ class _Session:
         self._deadline = time.monotonic() + self._timeout_s
         self._votes = Votes(self._group.board)
         self._lock: RootLock | None = None
-        self._agreement = Agreement(self._group.board.clone())
+        self._agreement = Agreement(self._group.board.clone(), "export")
         self._exporter: Exporter | None = None
         self._live: LiveState | None = None
 

@@ -49,7 +49,7 @@ class Mesh:
         self._at = {rank: flat for flat, rank in enumerate(layout.ranks) if rank >= 0}
         if len(self._at) != sum(rank >= 0 for rank in layout.ranks) or any(rank >= world for rank in self._at):
             raise ConfigError(
-                f"mesh of shape {layout.shape} names a rank twice, or one outside the saving group of {world} ranks"
+                f"mesh of shape {layout.shape} names a rank twice, or one outside the group of {world} ranks"
             )
         self._steps = strides(layout.shape)
         self._shard_dims = tuple(m for m, p in enumerate(layout.placements) if p.kind != "replicate")
@@ -63,7 +63,7 @@ class Mesh:
 
     @property
     def ranks(self) -> AbstractSet[int]:
-        """The ranks of the saving group on this mesh."""
+        """The ranks of the group on this mesh."""
         return self._at.keys()
 
     @property

@@ -36,12 +36,12 @@ class Held(NamedTuple):
 
 
 class World:
-    """The structures of all ranks of a saving group, indexed by who holds what."""
+    """The structures of all ranks of a group, indexed by who holds what."""
 
     def __init__(self, structures: Mapping[str, Structure], digests: Sequence[str]) -> None:
         """Raises `StateMismatch` where ranks disagree on a name, `ConfigError` for a digest without a structure."""
         if not digests:
-            raise ConfigError("a save needs at least one rank", field="digests")
+            raise ConfigError("a plan needs at least one rank", field="digests")
         self._members: list[list[int]] = []
         self._structures: list[Structure] = []
         self._number: list[int] = []
@@ -295,8 +295,8 @@ def _meet(a: Box, b: Box) -> bool:
 
 def _unheld(spec: TensorSpec, box: Box) -> ConfigError:
     return ConfigError(
-        f"tensor {spec.name!r} {list(spec.shape)}: no rank of the saving group holds its part {box}. "
-        "Save with a process_group that has every rank of the tensor's mesh",
+        f"tensor {spec.name!r} {list(spec.shape)}: no rank of the group holds its part {box}. "
+        "Pass a process_group that has every rank of the tensor's mesh",
         field="process_group",
     )
 
