@@ -246,6 +246,7 @@ def test_adapters_of_peft_need_peft() -> None:
 
 
 @pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 @pytest.mark.parametrize("inside", [False, True], ids=["PeftModel", "add_adapter"])
 def test_an_adapter_alone_in_pefts_layout(inside: bool, tmp_path: Path) -> None:
     import peft
