@@ -9,6 +9,7 @@ returns what was expected: until then nothing may be made of it.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 import xxhash
@@ -17,6 +18,7 @@ from holdfast import _torch_compat as compat
 from holdfast.sync.checksums import checksum, kind_for
 from holdfast.sync.layout import BucketPlan, Entry, runs_of
 from holdfast.sync.pieces import pack, unpack
+from holdfast.sync.spans import Spans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,11 +34,17 @@ _HOST: Final = "xxh3"
 class Walk:
     """A bucket's plan in steps; made once a plan."""
 
-    __slots__ = ("_steps", "plan")
-
     def __init__(self, plan: BucketPlan) -> None:
         self.plan = plan
-        self._steps = _steps(plan)
+
+    @cached_property
+    def _steps(self) -> list[BucketPlan]:
+        return _steps(self.plan)
+
+    @cached_property
+    def spans(self) -> Spans:
+        """The same bucket for a transport that takes it in several memories."""
+        return Spans(self.plan)
 
     def give(self, pieces: Sequence[Local], memory: torch.Tensor) -> tuple[str, int]:
         """Pack the bucket into ``memory``; returns kind and value of its checksum."""

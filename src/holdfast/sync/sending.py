@@ -19,11 +19,11 @@ import xxhash
 
 from holdfast import events
 from holdfast.errors import DeadlineExceeded, HoldfastError, PeerLost
-from holdfast.sync import messages
+from holdfast.sync import messages, spans
 from holdfast.sync.delta import narrowed
 from holdfast.sync.layout import plan_buckets
 from holdfast.sync.moving import Walk
-from holdfast.sync.transports.base import SLOTS
+from holdfast.sync.transports.base import SLOTS, SendsApart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from holdfast.engine.messages import Message
     from holdfast.outcome import AbortReason
     from holdfast.sync.deadline import Deadline
-    from holdfast.sync.layout import BucketPlan, Part, Piece
+    from holdfast.sync.layout import Part, Piece
     from holdfast.sync.links import Link
     from holdfast.sync.pieces import Local
     from holdfast.sync.seam import PublisherOptions
@@ -302,9 +302,7 @@ class Sender:
         session.phase = f"bucket {index}"
         kind, total = "", 0
         if plan.nbytes:
-            memory = channel.slot((first + index) % SLOTS)[: plan.nbytes]
-            kind, total = walk.give(pieces, memory)
-            self._start(channel, first + index, plan)
+            kind, total = self._give(pieces, channel, first + index, walk)
             self.bytes_sent += plan.nbytes
             events.count("sync_bytes_sent", plan.nbytes)
         session.awaited[index] = set(plan.lane)
@@ -312,11 +310,20 @@ class Sender:
         for number in plan.lane:
             session.members[number].guest.link.send(said)
 
-    def _start(self, channel: SendChannel, seq: int, plan: BucketPlan) -> None:
+    def _give(self, pieces: Sequence[Local], channel: SendChannel, seq: int, walk: Walk) -> tuple[str, int]:
+        """Begin to send a bucket; returns kind and value of its checksum."""
+        plan = walk.plan
+        slot = channel.slot(seq % SLOTS)[: plan.nbytes]
         try:
+            if isinstance(channel, SendsApart):
+                parts = walk.spans.gather(pieces, slot)
+                channel.start_apart(seq, [part.memory for part in parts], plan.lane)
+                return "xxh3", spans.checksum(parts)  # while they are on their way
+            said = walk.give(pieces, slot)
             channel.start(seq, plan.nbytes, plan.lane)
         except PeerLost as error:
             raise ChannelBroken(str(error)) from error
+        return said
 
     def _wait_free(self, session: Session, channel: SendChannel, first: int, index: int, walks: Sequence[Walk]) -> None:
         """Wait until the slot of bucket ``index`` may be filled again."""

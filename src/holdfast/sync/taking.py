@@ -25,7 +25,7 @@ from holdfast.sync.layout import Part, Piece, select
 from holdfast.sync.moving import Walk
 from holdfast.sync.pieces import destinations_of, places_of
 from holdfast.sync.seam import TensorInfo
-from holdfast.sync.transports.base import SLOTS
+from holdfast.sync.transports.base import SLOTS, ReceivesApart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from holdfast.sync.deadline import Deadline
     from holdfast.sync.pieces import Local
     from holdfast.sync.seam import Destination
+    from holdfast.sync.spans import Placed
     from holdfast.sync.transports.base import Channels, ReceiveChannel
 
 
@@ -196,14 +197,14 @@ class Taker:
         posted = 0
         for number, planned in enumerate(buckets):
             while posted < min(len(buckets), number + SLOTS):
-                self._post(taking, buckets[posted], deadline)
+                self._written = destination if buckets[posted].plan.nbytes else self._written
+                self._post(taking, buckets[posted], walks[posted], deadline)
                 posted += 1
             connection.phase = f"bucket {planned.seq}"
             said = connection.next(rank, messages.Bucket, deadline, what=f"bucket {planned.seq}")
             if said.seq != planned.seq or said.nbytes != planned.plan.nbytes:
                 raise HoldfastError(f"publisher rank {rank} sent bucket {said.seq}, expected {planned.seq}")
             if said.nbytes:
-                self._written = destination
                 self._apply(begin, taking, planned, walks[number], said, deadline)
             connection.send(rank, messages.Taken(begin.session, planned.seq))
             for name, nbytes in taking.counts(planned):
@@ -213,17 +214,22 @@ class Taker:
             connection.beat()
         return plan.base_version is None
 
-    def _post(self, taking: _Taking, planned: messages.PlannedBucket, deadline: Deadline) -> None:
-        plan, seq = planned.plan, taking.table.first + planned.seq
-        if plan.nbytes:
-            self._carry(
-                taking.rank,
-                taking.channel,
-                lambda: taking.channel.post(seq, plan.nbytes, plan.lane),
-                deadline,
-                f"bucket {planned.seq}",
-                blocks=False,
-            )
+    def _post(self, taking: _Taking, planned: messages.PlannedBucket, walk: Walk, deadline: Deadline) -> None:
+        plan, seq, channel = planned.plan, taking.table.first + planned.seq, taking.channel
+        if not plan.nbytes:
+            return
+
+        def place(slot: torch.Tensor) -> list[torch.Tensor]:
+            taking.placed[seq] = walk.spans.places(taking.destinations, slot)
+            return [placed.memory for placed in taking.placed[seq]]
+
+        def post() -> None:
+            if isinstance(channel, ReceivesApart):
+                channel.post_apart(seq, plan.nbytes, plan.lane, place)
+            else:
+                channel.post(seq, plan.nbytes, plan.lane)
+
+        self._carry(taking.rank, channel, post, deadline, f"bucket {planned.seq}", blocks=False)
 
     def _apply(
         self,
@@ -238,7 +244,11 @@ class Taker:
         memory = self._carry(
             taking.rank, channel, lambda: channel.take(seq, deadline), deadline, f"bucket {planned.seq}"
         )
-        found = walk.take(memory, taking.destinations, said.kind)
+        placed = taking.placed.pop(seq, None)
+        if placed is None:
+            found = walk.take(memory, taking.destinations, said.kind)
+        else:
+            found = walk.spans.take(placed, taking.destinations, memory)
         if found != said.checksum:
             names = list(dict.fromkeys(name for name, _ in taking.counts(planned)))
             raise CheckpointCorrupt(
@@ -268,6 +278,8 @@ class _Taking:
         self.table = table
         self.channel = channel
         self.destinations = destinations_of(pieces, places)
+        self.placed: dict[int, list[Placed]] = {}
+        """By bucket that may come: where it goes, if that is not a slot alone."""
         self._pieces = pieces
 
     def counts(self, planned: messages.PlannedBucket) -> list[tuple[str, int]]:

@@ -9,10 +9,10 @@ rank: an *epoch*. A new set means new channels. Buckets of an epoch are numbered
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -52,6 +52,26 @@ class SendChannel(Protocol):
 
     def close(self) -> None:
         """Let go; ends waits of others on it, here and at the members. Idempotent; any thread."""
+        ...
+
+
+@runtime_checkable
+class SendsApart(Protocol):
+    """A `SendChannel` that can send a bucket from several memories, in which case its slot may be one of them."""
+
+    def start_apart(self, seq: int, parts: Sequence[torch.Tensor], lane: Sequence[int]) -> None:
+        """Begin to send ``parts``, bytes in host memory, to these members; they stay as they are until `wait_sent`."""
+        ...
+
+
+@runtime_checkable
+class ReceivesApart(Protocol):
+    """The other end: a `ReceiveChannel` that can receive into several memories."""
+
+    def post_apart(
+        self, seq: int, nbytes: int, lane: Sequence[int], place: Callable[[torch.Tensor], Sequence[torch.Tensor]]
+    ) -> None:
+        """As `ReceiveChannel.post`. ``place``: given the slot, says where the parts go, each as long as it is sent."""
         ...
 
 

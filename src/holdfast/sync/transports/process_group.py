@@ -2,7 +2,8 @@
 
 Each publisher rank makes a group of itself and the members of its sessions, off torch's lists: training, and receivers
 that are a job of their own, may have and make groups as they like. They meet over a TCPStore that the publisher rank
-hosts. A bucket that all members want is broadcast; others are sent to each that wants them.
+hosts. A bucket that all members want is broadcast; others are sent to each that wants them. gloo takes what is large
+straight from the publisher's tensors, and puts it straight into the memory it is for.
 
 Guarantees: groups are made anew when the members change, or an operation failed; nothing of a group that failed is used
 again. Buckets take two slots on each side, on ``device``.
@@ -40,6 +41,10 @@ _OPEN_S: Final = 30.0
 _GLOO: Final = "gloo"
 _PUBLISHER: Final = 0
 """Its rank in the groups; member number ``n`` has ``n + 1``."""
+_PARTS: Final = 1 << 14
+"""Of a bucket, and many more than there are."""
+_TAGS: Final = 1 << 29
+"""gloo's are 32 bits, of which the upper ones are for its own and for what ends links."""
 
 
 class ProcessGroupTransport(LinkedTransport):
@@ -112,7 +117,8 @@ class GroupChannels:
             for member in range(len(addresses))
         ]
         store = prefix_store(name, self._hosted)
-        return SendGroup(self._links(lambda: store, _PUBLISHER, world), offers, bucket_bytes, self._device)
+        kind = SendApart if self._backend == _GLOO else SendGroup
+        return kind(self._links(lambda: store, _PUBLISHER, world), offers, bucket_bytes, self._device)
 
     def receive_channel(self, offer: bytes, bucket_bytes: int) -> ReceiveGroup:
         told = msgspec.msgpack.decode(offer, type=_Offer)
@@ -122,7 +128,8 @@ class GroupChannels:
             store = compat.tcp_store(host, told.port, hosting=False, timeout=_STORE_TIMEOUT)
             return prefix_store(told.name, store)
 
-        return ReceiveGroup(self._links(connect, told.rank, told.world), told.world - 1, bucket_bytes, self._device)
+        kind = ReceiveApart if self._backend == _GLOO else ReceiveGroup
+        return kind(self._links(connect, told.rank, told.world), told.world - 1, bucket_bytes, self._device)
 
     def close(self) -> None:
         self._hosted = None
@@ -214,17 +221,29 @@ class SendGroup(_Group):
         return msgspec.msgpack.encode(self._offers[member])
 
     def start(self, seq: int, nbytes: int, lane: Sequence[int]) -> None:
-        memory, ends = self._slots[seq % SLOTS][:nbytes], self._open_links
-        if _is_broadcast(lane, len(self._offers)):
-            self._under_way[seq] = [self._started(lambda: ends.broadcast(_PUBLISHER, memory), seq)]
-            return
         self._under_way[seq] = []
+        self._start(seq, self._slots[seq % SLOTS][:nbytes], lane, _tag(seq))
+
+    def _start(self, seq: int, memory: torch.Tensor, lane: Sequence[int], tag: int) -> None:
+        ends, under_way = self._open_links, self._under_way[seq]
+        if _is_broadcast(lane, len(self._offers)):
+            under_way.append(self._started(lambda: ends.broadcast(_PUBLISHER, memory), seq))
+            return
         for member in lane:
-            self._under_way[seq].append(self._started(lambda to=member + 1: ends.send(to, memory, seq), seq))  # type: ignore[misc]
+            under_way.append(self._started(lambda to=member + 1: ends.send(to, memory, tag), seq))  # type: ignore[misc]
 
     def wait_sent(self, seq: int, deadline: Deadline) -> None:
         for transfer in self._under_way.pop(seq):
             self._wait(transfer, deadline, seq)
+
+
+class SendApart(SendGroup):
+    """Of a publisher rank, by gloo; implements `SendsApart` too."""
+
+    def start_apart(self, seq: int, parts: Sequence[torch.Tensor], lane: Sequence[int]) -> None:
+        self._under_way[seq] = []
+        for number, part in enumerate(parts):
+            self._start(seq, part, lane, _tag(seq, number))
 
 
 class ReceiveGroup(_Group):
@@ -235,27 +254,51 @@ class ReceiveGroup(_Group):
     ) -> None:
         super().__init__(make_links, bucket_bytes, device)
         self._members = members
-        self._posted: dict[int, tuple[torch.Tensor, Transfer]] = {}
+        self._posted: dict[int, tuple[torch.Tensor, list[Transfer]]] = {}
         self._free = list(range(SLOTS))
         self._slot_of: dict[int, int] = {}
 
     def post(self, seq: int, nbytes: int, lane: Sequence[int]) -> None:
+        memory = self._free_slot(seq, nbytes)
+        self._posted[seq] = memory, [self._start(seq, memory, lane, _tag(seq))]
+
+    def _free_slot(self, seq: int, nbytes: int) -> torch.Tensor:
         slot = self._slot_of[seq] = self._free.pop()
-        memory, ends = self._slots[slot][:nbytes], self._open_links
+        return self._slots[slot][:nbytes]
+
+    def _start(self, seq: int, memory: torch.Tensor, lane: Sequence[int], tag: int) -> Transfer:
+        ends = self._open_links
         if _is_broadcast(lane, self._members):
-            transfer = self._started(lambda: ends.broadcast(_PUBLISHER, memory), seq)
-        else:
-            transfer = self._started(lambda: ends.receive(_PUBLISHER, memory, seq), seq)
-        self._posted[seq] = memory, transfer
+            return self._started(lambda: ends.broadcast(_PUBLISHER, memory), seq)
+        return self._started(lambda: ends.receive(_PUBLISHER, memory, tag), seq)
 
     def take(self, seq: int, deadline: Deadline) -> torch.Tensor:
-        memory, transfer = self._posted[seq]
-        self._wait(transfer, deadline, seq)
+        memory, transfers = self._posted[seq]
+        for transfer in transfers:
+            self._wait(transfer, deadline, seq)
         return memory
 
     def release(self, seq: int) -> None:
         del self._posted[seq]
         self._free.append(self._slot_of.pop(seq))
+
+
+class ReceiveApart(ReceiveGroup):
+    """Of a member, by gloo; implements `ReceivesApart` too."""
+
+    def post_apart(
+        self, seq: int, nbytes: int, lane: Sequence[int], place: Callable[[torch.Tensor], Sequence[torch.Tensor]]
+    ) -> None:
+        memory = self._free_slot(seq, nbytes)
+        transfers: list[Transfer] = []
+        self._posted[seq] = memory, transfers
+        for number, part in enumerate(place(memory)):
+            transfers.append(self._start(seq, part, lane, _tag(seq, number)))
+
+
+def _tag(seq: int, part: int = 0) -> int:
+    """Of a message; the same again only when the first one was long received."""
+    return (seq * _PARTS + part) % _TAGS
 
 
 def _is_broadcast(lane: Sequence[int], members: int) -> bool:
