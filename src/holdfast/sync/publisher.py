@@ -30,7 +30,8 @@ class Publisher:
 
     Args:
         transport: how versions travel.
-        bucket_bytes: tensors travel in buckets of this many bytes (1 and more), two of which are under way at a time.
+        bucket_bytes: tensors travel in buckets of at most this many bytes (1 and more), two of which are under way at a
+            time. In host memory they are smaller where larger ones gain nothing.
         bypass_cpu: True: `publish` sends from the tensors themselves, stages nothing in host memory, and returns when
             receivers have the version. False: it copies them into host memory and returns; receivers come for them
             when they like.

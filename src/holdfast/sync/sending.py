@@ -21,7 +21,7 @@ from holdfast import events
 from holdfast.errors import DeadlineExceeded, HoldfastError, PeerLost
 from holdfast.sync import messages, spans
 from holdfast.sync.delta import narrowed
-from holdfast.sync.layout import plan_buckets
+from holdfast.sync.layout import itemsize_of, plan_buckets
 from holdfast.sync.moving import Walk
 from holdfast.sync.transports.base import SLOTS, SendsApart
 
@@ -39,6 +39,11 @@ if TYPE_CHECKING:
     from holdfast.sync.seam import PublisherOptions
     from holdfast.sync.transports.base import Channels, SendChannel
 
+SLOT_BUCKET_BYTES: Final = 8 << 20
+"""Two slots of so many bytes stay in a processor's outer cache between who packs and who unpacks. Larger ones would go
+through memory twice, and the receiver would begin later."""
+APART_BUCKET_BYTES: Final = 32 << 20
+"""Where little goes through slots, a bucket is worth the words about it, and no larger."""
 _PLANS_KEPT: Final = 4
 """Sets of members that take turns, say a fleet and a late joiner, need not be planned for each time."""
 
@@ -274,7 +279,17 @@ class Sender:
         return self._plans[key], key, bases
 
     def _walks(self, source: Source, parts: Sequence[Sequence[Part]]) -> list[Walk]:
-        return [Walk(plan) for plan in plan_buckets(source.table, parts, self._bucket_bytes)]
+        return [Walk(plan) for plan in plan_buckets(source.table, parts, self._worthwhile_bytes(source.table))]
+
+    def _worthwhile_bytes(self, table: Sequence[Piece]) -> int:
+        """Buckets of so many bytes, at most as many as the user allows, and at least a row."""
+        channel = self._channel
+        assert channel is not None
+        if channel.slot(0).device.type != "cpu":
+            return self._bucket_bytes
+        rows = [piece.sizes[-1] * itemsize_of(piece) for piece in table if len(piece.sizes) > 1]
+        worthwhile = APART_BUCKET_BYTES if isinstance(channel, SendsApart) else SLOT_BUCKET_BYTES
+        return min(self._bucket_bytes, max(worthwhile, *rows, 0))
 
     def _tell_plan(self, session: Session, walks: list[Walk], called: str, bases: Sequence[int | None]) -> None:
         for member in session.members:
