@@ -14,7 +14,7 @@ from holdfast import _torch_compat as compat
 from holdfast.boxes import Box, whole
 from holdfast.dtypes import ITEMSIZE
 from holdfast.errors import ConfigError, StateMismatch
-from holdfast.sync import checksums
+from holdfast.sync import checksums, pieces
 from holdfast.sync.checksums import ROW_BYTES, checksum, kind_for
 from holdfast.sync.layout import BucketPlan, Part, Piece, plan_buckets, select
 from holdfast.sync.pieces import (
@@ -346,3 +346,24 @@ def test_every_change_is_seen(kind: checksums.Kind) -> None:
 def test_an_unknown_kind_of_checksum_is_refused() -> None:
     with pytest.raises(ConfigError, match="kind 'crc'"):
         checksum(torch.zeros(4).byte(), "crc")  # type: ignore[arg-type]
+
+
+# Copies by several threads ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_all_is_copied_by_however_many_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "_JOB_BYTES", 4096)
+    monkeypatch.setattr(pieces.torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(pieces.os, "sched_getaffinity", lambda _: {0, 1})
+    sources = [
+        random_bits((700, 33), torch.float32, seed=1),
+        random_bits((1, 5000), torch.uint8, seed=2),
+        random_bits((), torch.bfloat16, seed=3),
+        random_bits((0, 3), torch.float32),
+        random_bits((90, 70), torch.float8_e4m3fn, seed=4).t(),
+        random_bits((40, 50), torch.complex64, seed=5).conj(),
+    ]
+    targets = [torch.zeros(source.shape, dtype=source.dtype) for source in sources]
+    pieces.copy_all(targets, sources)
+    assert list(map(bits_of, targets)) == list(map(bits_of, sources))

@@ -15,8 +15,9 @@ Does not: talk to other ranks, checksum, or decide which parts go to whom (``syn
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -36,6 +37,7 @@ from holdfast.state.entries import (
     torch_dtype,
 )
 from holdfast.state.structure import LayoutTable, part_of, structure_of
+from holdfast.storage.turns import take_turns
 from holdfast.sync.layout import Piece, Wanted
 
 if TYPE_CHECKING:
@@ -46,6 +48,12 @@ if TYPE_CHECKING:
 
 Weights = Mapping[str, torch.Tensor]
 """Tensors by name: DTensors or plain ones."""
+
+
+_JOB_BYTES: Final = 16 << 20
+"""Copied by one thread at a time."""
+_COPY_THREADS: Final = 4
+"""More don't copy faster."""
 
 
 class Local(NamedTuple):
@@ -327,8 +335,28 @@ class _Words:
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source, bit for bit, into the target of equal shape and dtype."""
-    copies = _Copies(non_blocking=False)
-    for target, source in zip(targets, sources, strict=True):
-        copies.add(target, source)
-    copies.make()
+    """Copy each source, bit for bit, into the target of equal shape and dtype.
+
+    In host memory by several threads where torch itself has but one, as torchrun sets it; on a device it is enqueued.
+    """
+    jobs: list[_Copies] = []
+    room = 0
+    for whole_target, whole_source in zip(targets, sources, strict=True):
+        for target, source in _in_rows(whole_target, whole_source):
+            if not jobs or room < target.nbytes:
+                jobs.append(_Copies(non_blocking=False))
+                room = _JOB_BYTES
+            jobs[-1].add(target, source)
+            room -= target.nbytes
+    alone = torch.get_num_threads() > 1 or any(tensor.device.type != "cpu" for tensor in (*targets, *sources))
+    take_turns([copies.make for copies in jobs], 1 if alone else min(_COPY_THREADS, len(os.sched_getaffinity(0))))
+
+
+def _in_rows(target: torch.Tensor, source: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    """Both, cut into rows of the first dimension where they are more than one job."""
+    rows = target.shape[0] if target.dim() else 0
+    if target.nbytes <= _JOB_BYTES or rows < 2:
+        return [(target, source)]
+    at_once = max(1, _JOB_BYTES * rows // target.nbytes)
+    cuts = [(start, min(at_once, rows - start)) for start in range(0, rows, at_once)]
+    return [(target.narrow(0, *cut), source.narrow(0, *cut)) for cut in cuts]
