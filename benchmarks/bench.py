@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.cpu import available_bytes, private_bytes, tree_cpu_s
 from benchmarks.files import remove
-from benchmarks.peers import PEERS, Peer
+from benchmarks.peers import DELTA_SHARES, PEERS, Peer
 from benchmarks.protocol import Broken, Worker, WorkerFailed
 from benchmarks.samples import Problem, Results, Sample
 from benchmarks.venvs import NotInstalled, python_of, version_of
@@ -34,8 +34,16 @@ OURS = (
     "raw-export",
     "holdfast-export",
     "holdfast-export-hf",
+    *(name for name, peer in PEERS.items() if peer.syncs),
+    *(f"holdfast-sync-delta-{share}" for share in DELTA_SHARES),
 )
-ONLY_THOROUGH = ("dcp-process", "nvrx", "torchsnapshot")
+ONLY_THOROUGH = (
+    "dcp-process",
+    "nvrx",
+    "torchsnapshot",
+    "holdfast-sync-gloo-streaming",
+    "holdfast-sync-memory-streaming",
+)
 """Not in a quick run, unless asked for."""
 KEPT_BYTES_MOST = 640 << 20
 """Of a rank between two cases, its libraries included."""

@@ -50,6 +50,21 @@ OBSTACLES = {
         "Copies share the memory, and persisting the disk and some of a core, with an iteration that keeps both cores "
         "busy; the interval of this loop is short for the size of its state."
     ),
+    "weight version over gloo /": (
+        "The copy from the shadow to the live tensors, after the last byte has come, at the speed of memory: it makes "
+        "a version whole or not at all. Both sides hash what is sent, beside a transfer that keeps the cores busy; "
+        "nothing is copied on its way."
+    ),
+    "weight version over gloo, streaming": (
+        "Hashing on both sides, beside a transfer that keeps the cores busy itself, and the words about each bucket."
+    ),
+    "weight version through shared memory /": (
+        "A memcpy is one copy by two cores. A version is packed by one process, on one core, and unpacked by another; "
+        "both hash it, which is two fifths of a side's time; and the copy from the shadow to the live tensors follows."
+    ),
+    "weight version through shared memory, streaming": (
+        "A memcpy is one copy by two cores; here each of two processes copies all of it, and hashes it, on one core."
+    ),
 }
 """By how the name of a target begins."""
 

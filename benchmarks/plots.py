@@ -28,7 +28,8 @@ def bars(axes: Any, results: Results, case: str, figure: str, title: str) -> Non
     """A bar each, shortest on top, with the range of its rounds; the raw limit as a line through all."""
     found = [(name, spread) for name in results.contenders(case) if (spread := results.spread(case, name, figure))]
     found.sort(key=lambda entry: entry[1].median, reverse=True)
-    raw = results.median(case, "raw-export" if case == "export" else "raw", figure)
+    limit = next((name for name, _ in found if name.startswith("raw")), "raw")
+    raw = results.median(case, limit, figure)
     for row, (name, spread) in enumerate(found):
         axes.barh(row, spread.median, color=_colour(name), height=0.7)
         axes.plot([spread.low, spread.high], [row, row], color="black", linewidth=1)
@@ -155,11 +156,17 @@ def draw(results: Results, folder: Path) -> list[Path]:
         ("export", "durable_s", "Hugging Face weights, two ranks, until published"),
         ("export", "held_s", "Hugging Face weights, training thread held"),
     ]
+    syncs = [
+        ("sync-gloo", "sync_s", "a weight version over gloo, until committed"),
+        ("sync-memory", "sync_s", "a weight version through shared memory, until committed"),
+        ("sync-delta", "sync_s", "a weight version of which little has changed, until committed"),
+    ]
     pictures = [
         where_time_goes(plt, results, folder / "where-time-goes.png"),
         _panels(plt, results, saves, folder / "saves.png"),
         _panels(plt, results, loads, folder / "loads.png"),
         _panels(plt, results, exports, folder / "exports.png"),
+        _panels(plt, results, syncs, folder / "syncs.png"),
         slow_down(plt, results, folder / "training.png"),
     ]
     return [picture for picture in pictures if picture is not None]

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.obstacles import obstacles
-from benchmarks.report import targets_part, write_report
+from benchmarks.report import describe, targets_part, write_report
 from benchmarks.samples import Results, merged
 from benchmarks.stats import nbytes, seconds
-from benchmarks.tables import LABELS, markdown, train_table
+from benchmarks.tables import LABELS, TABLES, case_table, markdown, train_table
 from benchmarks.targets import reached
 
 if TYPE_CHECKING:
@@ -76,6 +76,16 @@ def pictures(folder: Path, where: str, **titles: str) -> str:
     return "\n\n".join(found) or "There are no pictures of this run."
 
 
+def syncs(results: Results) -> str:
+    """The tables of case (j)."""
+    parts = [
+        f"{title.removeprefix('(j) ')}: {describe(results, case)}\n\n{case_table(results, case, columns)}"
+        for case, title, columns in TABLES
+        if case.startswith("sync-") and results.contenders(case)
+    ]
+    return "\n\n".join(parts) or "This run had no weight versions: `holdfast bench --only sync` measures them."
+
+
 def performance_page(results: Results, folder: Path) -> dict[str, str]:
     """What stands between the markers of docs/performance.md."""
     where = f"../benchmarks/reports/{folder.name}"
@@ -90,12 +100,14 @@ def performance_page(results: Results, folder: Path) -> dict[str, str]:
         "targets": targets_part(results, measured_only=True),
         "obstacles": obstacles(reached(results)),
         "training": train_table(results),
+        "syncs": syncs(results),
         "pictures": pictures(
             folder,
             where,
             saves="Saves: until durable, CPU seconds, training thread held.",
             loads="Loads, and many small tensors.",
             exports="Hugging Face weights of a model on two ranks.",
+            syncs="Weight versions from one process to another.",
             training="Slow-down of a training loop by its saves.",
         ),
     }

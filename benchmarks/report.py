@@ -29,7 +29,10 @@ until durable the raw write with fsync, for the training thread a copy of the sa
 threads, for loads `preadv` in two threads into the same tensors; beside a busy trainer, where nothing is raw,
 Holdfast itself. Every save ends durable: what does not fsync by itself is fsynced within its time. Every load was
 compared with what was saved, and the first export of each contender with the weights. The memory of an export is that
-of the rank that has most, beyond the model, with what it keeps from one export to the next. CPU seconds are those of
+of the rank that has most, beyond the model, with what it keeps from one export to the next. Weight versions have no
+peers: what they are measured against is the raw limit of each way, a broadcast of as many bytes over gloo between the
+same two processes, and a copy of them by two threads. The clock stops when publisher and receiver have returned; the
+memory is what the first version took on each side beyond the weights, shared slots on both. CPU seconds are those of
 the process and its children without what its training thread computed; the kernel's own write-back threads are not
 among them, which flatters whoever writes through the page cache. Warm: read just before. Cold: evicted just before."""
 
@@ -38,7 +41,8 @@ def describe(results: Results, case: str) -> str:
     """What was saved there, in a line."""
     facts = results.cases.get(case, {})
     names = results.contenders(case)
-    counts = {len(results.values(case, name, "durable_s") or results.values(case, name, "load_s")) for name in names}
+    times = ("durable_s", "load_s", "sync_s")
+    counts = {max(len(results.values(case, name, figure)) for figure in times) for name in names}
     parts = []
     if facts.get("nbytes"):
         parts.append(nbytes(facts["nbytes"]))
@@ -52,6 +56,8 @@ def describe(results: Results, case: str) -> str:
         parts.append(f"{facts['saves']} saves")
     if facts.get("world"):
         parts.append("one rank" if facts["world"] == 1 else f"{facts['world']} ranks")
+    if facts.get("pair"):
+        parts.append("one publisher, one receiver")
     if facts.get("cache"):
         parts.append(f"{facts['cache']} page cache")
     if counts - {0}:

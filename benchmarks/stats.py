@@ -68,6 +68,11 @@ def seconds(value: float) -> str:
     return f"{value:.2f} s" if value < 100 else f"{value:.0f} s"
 
 
+def rate(value: float) -> str:
+    """Bytes a second, in units of the hardware's makers."""
+    return f"{value / 1e9:.2f} GB/s"
+
+
 def nbytes(value: float) -> str:
     """An amount of memory in the binary unit that fits."""
     size = float(value)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from benchmarks.peers import PEERS
-from benchmarks.stats import Spread, bootstrap, nbytes, seconds
+from benchmarks.peers import DELTA_SHARES, PEERS
+from benchmarks.stats import Spread, bootstrap, nbytes, rate, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 LABELS = {name: peer.label for name, peer in PEERS.items()} | {
     "holdfast-warmed": "**Holdfast**, warmed up",
     "torch-checkpointing-warmed": "`torch_checkpointing`, warmed up",
+    **{f"holdfast-sync-delta-{share}": f"**Holdfast**, `delta`, {share} % changed" for share in DELTA_SHARES},
 }
 
 
@@ -88,6 +89,19 @@ EXPORT = (
     Column("peak_bytes", "memory of a rank, at most", None, nbytes),
     Column("cpu_s", "CPU"),
 )
+SYNC = (
+    Column("sync_s", "until committed"),
+    Column("publisher_peak_bytes", "publisher's memory, at most", None, nbytes),
+    Column("receiver_peak_bytes", "receiver's memory, at most", None, nbytes),
+    Column("cpu_s", "CPU"),
+)
+SYNC_GLOO = (Column("bytes_per_s", "rate", ("raw-broadcast", "bytes_per_s"), rate), *SYNC)
+SYNC_MEMORY = (Column("bytes_per_s", "rate", ("raw-copy", "bytes_per_s"), rate), *SYNC)
+SYNC_DELTA = (
+    Column("sync_s", "until committed", ("holdfast-sync-full", "sync_s")),
+    Column("bytes_sent", "sent", ("holdfast-sync-full", "bytes_sent"), nbytes),
+    *SYNC[1:],
+)
 ENGINE = (Column("ready_s", "ready after"), Column("resident", "its memory", None, nbytes))
 
 TABLES: tuple[tuple[str, str, tuple[Column, ...]], ...] = (
@@ -116,6 +130,9 @@ TABLES: tuple[tuple[str, str, tuple[Column, ...]], ...] = (
     ("memory", "(g) Memory over many saves", MEMORY),
     ("engine", "(h) The engine process", ENGINE),
     ("export", "(i) Hugging Face weights in bfloat16, two ranks", EXPORT),
+    ("sync-gloo", "(j) A weight version over gloo", SYNC_GLOO),
+    ("sync-memory", "(j) A weight version through shared memory", SYNC_MEMORY),
+    ("sync-delta", "(j) A weight version of which little has changed", SYNC_DELTA),
 )
 
 

@@ -201,6 +201,18 @@ def lasting(results: Results) -> Iterable[Reached]:
     )
 
 
+def syncing(results: Results) -> Iterable[Reached]:
+    """Case (j): with a shadow, as by default, and straight into the live tensors."""
+    for table, way, raw, limit in (
+        ("sync-gloo", "over gloo", "raw-broadcast", "a broadcast"),
+        ("sync-memory", "through shared memory", "raw-copy", "a memcpy"),
+    ):
+        for kind, said in (("", ""), ("-streaming", ", streaming")):
+            ours = results.median(table, f"holdfast-{table}{kind}", "bytes_per_s")
+            ratio = _over(ours, results.median(table, raw, "bytes_per_s"))
+            yield _ratio_row(f"weight version {way}{said} / {limit} of its bytes, rates", ">=", 0.9, ratio, " x")
+
+
 def reached(results: Results) -> list[Reached]:
     """Every target, in the order of the cases."""
-    return [*saving(results), *training(results), *loading(results), *lasting(results)]
+    return [*saving(results), *training(results), *loading(results), *lasting(results), *syncing(results)]

@@ -56,7 +56,7 @@ class Worker:
             self.mesh = init_device_mesh("cpu", (self.world,))
         self.kind = kind_of(spec["where"])
         self.contender: Contender | None = None
-        self.exporters: dict[str, Contender] = {}
+        self.others: dict[str, Contender] = {}
         self.source: Shared | None = None
         self.target: BenchState | None = None
         self.scratch: Shared | None = None
@@ -87,8 +87,8 @@ class Worker:
 
     def close(self) -> dict[str, Any]:
         """Let go of state and contender."""
-        contenders = [*self.exporters.values(), *([] if self.contender is None else [self.contender])]
-        self.contender, self.exporters = None, {}
+        contenders = [*self.others.values(), *([] if self.contender is None else [self.contender])]
+        self.contender, self.others = None, {}
         for contender in contenders:
             contender.close()
         self.trainer = self.target = self.source = self.scratch = None
@@ -146,17 +146,25 @@ class Worker:
 
     def prepare_export(self, name: str, where: str) -> dict[str, Any]:
         """Make another contender than this worker's own, for `export`."""
+        self._other(name, where).start()
+        return {}
+
+    def _other(self, name: str, where: str) -> Any:
         assert self.source is not None, "adopt comes first"
         view = BenchState(self.source, self.spec, rank=self.rank, world=self.world, mesh=self.mesh)
-        contender = kind_of(where)(view, self.folder / name, rank=self.rank, world=self.world)
-        contender.start()
-        self.exporters[name] = contender
+        found = self.others[name] = kind_of(where)(view, self.folder / name, rank=self.rank, world=self.world)
+        return found
+
+    def drop(self, name: str) -> dict[str, Any]:
+        """Let go of such a contender."""
+        self.others.pop(name).close()
+        gc.collect()
         return {}
 
     def export(self, name: str, path: str, interval_s: float, *, check: bool) -> dict[str, Any]:
         """Have it export what was adopted; ``check``: and compare that."""
         assert self.source is not None, "adopt comes first"
-        contender = self.exporters[name]
+        contender = self.others[name]
         self._together()
         with PeakMemory(keeps=contender.keeps) as peak:
             pending, figures = timed_save(
@@ -171,6 +179,32 @@ class Worker:
             if wrong is not None:
                 raise AssertionError(f"{wrong} was not exported as it is")
         return figures | ({} if peak.nbytes is None else {"peak_bytes": float(peak.nbytes)})
+
+    def prepare_sync(self, name: str, where: str) -> dict[str, Any]:
+        """Make another contender, for `sync`, and have it bring the weights once, which may be slower than later."""
+        contender = self._other(name, where)
+        with PeakMemory(keeps=False) as peak:
+            contender.start()
+            contender.bring()
+        return {} if peak.nbytes is None else {"peak_bytes": float(peak.nbytes)}
+
+    def sync(self, name: str, share: float, *, check: bool) -> dict[str, Any]:
+        """Have it bring to rank 1 what was adopted, changed by so much; ``check``: and compare that."""
+        contender: Any = self.others[name]
+        contender.change(share)
+        if check and self.rank == 1:
+            contender.target.bytes.zero_()
+        self._together()
+        cpu_before, began = tree_cpu_s(os.getpid()), time.perf_counter()
+        figures = contender.bring()
+        sync_s = time.perf_counter() - began
+        figures |= {"sync_s": sync_s, "cpu_s": tree_cpu_s(os.getpid()) - cpu_before}
+        self._together()
+        if check and self.rank == 1:
+            wrong = same(contender.source, contender.target, layout(self.spec))
+            if wrong is not None:
+                raise AssertionError(f"{wrong} was not brought as it is")
+        return figures
 
     def memcpy(self) -> dict[str, float]:
         """Raw only: copy the state's bytes to warm memory, the file that loads go to."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from benchmarks.cases import engine, export, first, load, many, memory, reshard, save, small, train
+from benchmarks.cases import engine, export, first, load, many, memory, reshard, save, small, sync, train
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,5 +40,6 @@ CASES = {
         Case("memory", "(g) memory over many saves", memory.run),
         Case("engine", "(h) the engine's start and size", engine.run),
         Case("export", "(i) Hugging Face weights of a model on two ranks", export.run),
+        Case("sync", "(j) weight versions from a trainer to a rollout worker", sync.run),
     )
 }

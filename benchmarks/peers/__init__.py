@@ -13,9 +13,9 @@ class Peer:
     it takes part in loads, and in partial reads. apart: measured in a case of its own. shards: it knows how to save
     what several ranks share. keeps: memory, plans or processes, from one turn to the next, so that its first is not
     like the others. reshards: it loads with another number of ranks than it saved with. exports: it leaves Hugging Face
-    weights, and does nothing else; named: which others can read. packages: what its own environment needs, None for the
-    runner's; ``bare`` ones are installed without what they ask for (they'd pull another torch). says: printed below the
-    report.
+    weights, and does nothing else; named: which others can read. syncs: it brings weights to another process, and does
+    nothing else; the table that it is in. packages: what its own environment needs, None for the runner's; ``bare``
+    ones are installed without what they ask for (they'd pull another torch). says: printed below the report.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Peer:
     keeps: bool = True
     exports: bool = False
     named: bool = True
+    syncs: str = ""
     bare: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
     group: bool = False
@@ -58,6 +59,13 @@ def _export(name: str, label: str, kind: str, *, says: str, asynchronous: bool =
         says=says,
     )
 
+
+def _sync(name: str, label: str, kind: str, table: str, *, says: str = "") -> Peer:
+    return Peer(name, label, f"sync_:{kind}", loads=False, saves=False, syncs=table, says=says)
+
+
+DELTA_SHARES = {"1": 0.01, "10": 0.1, "100": 1.0}
+"""Of the bytes, changed before a version; by what its row of the table is called behind the contender's name."""
 
 PEERS = {
     peer.name: peer
@@ -209,6 +217,52 @@ PEERS = {
             "Gathered",
             says="`get_model_state_dict` with `full_state_dict` and `cpu_offload`; cast and saved by rank 0, then "
             "fsynced.",
+        ),
+        _sync(
+            "raw-broadcast",
+            "`dist.broadcast`, gloo",
+            "Broadcast",
+            "sync-gloo",
+            says="the limit of weight versions over gloo: as many bytes, 256 MiB at a time, between the same two "
+            "processes, straight from and into the memory. Nothing is hashed, named or committed.",
+        ),
+        _sync(
+            "holdfast-sync-gloo",
+            "**Holdfast**, gloo",
+            "OverGloo",
+            "sync-gloo",
+            says="`Publisher` and `Receiver`, defaults: every bucket is verified, the version goes to a shadow and is "
+            "copied to the live tensors when all of it is right.",
+        ),
+        _sync(
+            "holdfast-sync-gloo-streaming",
+            "Holdfast, gloo, `streaming`",
+            "OverGlooStreaming",
+            "sync-gloo",
+            says="the same straight into the live tensors, which are dirty meanwhile.",
+        ),
+        _sync(
+            "raw-copy",
+            "memcpy, two threads",
+            "Copy",
+            "sync-memory",
+            says="the limit of weight versions through shared memory: one copy in warm memory.",
+        ),
+        _sync("holdfast-sync-memory", "**Holdfast**, shared memory", "ThroughMemory", "sync-memory"),
+        _sync(
+            "holdfast-sync-memory-streaming",
+            "Holdfast, shared memory, `streaming`",
+            "ThroughMemoryStreaming",
+            "sync-memory",
+        ),
+        _sync("holdfast-sync-full", "Holdfast, gloo, all of it", "OverGloo", "sync-delta"),
+        _sync(
+            "holdfast-sync-delta",
+            "Holdfast, gloo, `delta`",
+            "OverGlooDelta",
+            "sync-delta",
+            says="whole tensors are changed, as many as make up that share of the bytes, the last one in part; the "
+            "publisher finds them by checksums of extents of 1 MiB.",
         ),
     )
 }

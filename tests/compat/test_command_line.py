@@ -87,3 +87,26 @@ def test_the_smallest_benchmark_of_exports_has_all_who_make_them(tmp_path: Path)
     for sample in found["samples"]:
         assert 0 < sample["figures"]["held_s"] <= sample["figures"]["durable_s"]
     assert "### (i) Hugging Face weights" in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_smallest_benchmark_of_weight_versions_has_both_ways_and_deltas(tmp_path: Path) -> None:
+    ended = run("bench", "--size", "tiny", "--out", str(tmp_path), "--json", "--only", "sync", timeout_s=280.0)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["problems"] == [], "and each has brought what there was"
+    timed = [s for s in found["samples"] if s["counted"] and "sync_s" in s["figures"]]
+    for table, contenders in {
+        "sync-gloo": {"raw-broadcast", "holdfast-sync-gloo", "holdfast-sync-gloo-streaming"},
+        "sync-memory": {"raw-copy", "holdfast-sync-memory", "holdfast-sync-memory-streaming"},
+        "sync-delta": {"holdfast-sync-full", *(f"holdfast-sync-delta-{share}" for share in ("1", "10", "100"))},
+    }.items():
+        assert {s["contender"] for s in timed if s["case"] == table} == contenders
+    sent = {s["contender"]: s["figures"]["bytes_sent"] for s in timed if s["case"] == "sync-delta"}
+    assert sent["holdfast-sync-delta-1"] < sent["holdfast-sync-delta-100"] == sent["holdfast-sync-full"]
+    for table in ("sync-gloo", "sync-memory", "sync-delta"):
+        peaks = [s["figures"] for s in found["samples"] if s["case"] == table and "receiver_peak_bytes" in s["figures"]]
+        assert peaks, "what each side takes beside the weights is a sample of its own"
+        assert all(figures["publisher_peak_bytes"] > 0 for figures in peaks)
+    assert "### (j) A weight version over gloo" in (tmp_path / "report.md").read_text()

@@ -12,17 +12,20 @@ from types import SimpleNamespace
 
 import pytest
 from benchmarks import publish, stats, tables, targets
-from benchmarks.bench import Bench
+from benchmarks.bench import OURS, Bench
 from benchmarks.cases.train import compared
 from benchmarks.cpu import tree_cpu_s, tree_of
 from benchmarks.files import cached_fraction, evict, warm
 from benchmarks.obstacles import OBSTACLES, obstacles
+from benchmarks.peers import DELTA_SHARES, PEERS
 from benchmarks.peers.exports_ import hf_name
+from benchmarks.peers.sync_ import rows_of_share
 from benchmarks.protocol import WorkerFailed, merged
 from benchmarks.report import render, summary
 from benchmarks.samples import Problem, Results, Sample
 from benchmarks.samples import merged as put_together
 from benchmarks.sizes import COPIES, SIZES
+from benchmarks.state import layout
 from benchmarks.targets import Reached, reached
 
 
@@ -241,6 +244,42 @@ def test_exports_are_measured_against_a_raw_write_of_their_own_bytes() -> None:
     text = render(results)
     assert "### (i) Hugging Face weights" in text
     assert "**2.00** · 0.20 s | 10.0 ms | 3.0 MiB" in text
+
+
+def test_weight_versions_are_measured_against_the_raw_limit_of_their_way() -> None:
+    gloo, memory = "holdfast-sync-gloo", "holdfast-sync-memory"
+    results = results_with(
+        ("sync-gloo", "raw-broadcast", {"sync_s": 0.5, "bytes_per_s": 2e9}),
+        ("sync-gloo", gloo, {"sync_s": 0.55, "bytes_per_s": 1.9e9, "receiver_peak_bytes": 3 << 20}),
+        ("sync-gloo", f"{gloo}-streaming", {"sync_s": 0.5, "bytes_per_s": 1.5e9}),
+        ("sync-memory", "raw-copy", {"sync_s": 0.1, "bytes_per_s": 10e9}),
+        ("sync-memory", memory, {"sync_s": 0.2, "bytes_per_s": 5e9}),
+    )
+    assert verdict_of(results, "weight version over gloo /") == "ok", "a rate is the better the higher it is"
+    assert verdict_of(results, "weight version over gloo, streaming") == "not reached: 1.20x off"
+    assert verdict_of(results, "weight version through shared memory /") == "not reached: 1.80x off"
+    assert verdict_of(results, "weight version through shared memory, streaming") == "not measured"
+    text = render(results)
+    assert "### (j) A weight version over gloo" in text
+    assert "**0.95** · 1.90 GB/s | 0.55 s | 3.0 MiB" in text
+
+
+def test_who_brings_weights_saves_and_loads_nothing_and_is_ours() -> None:
+    named = {name for name, peer in PEERS.items() if peer.syncs}
+    assert named <= set(OURS)
+    assert {f"holdfast-sync-delta-{share}" for share in DELTA_SHARES} <= set(OURS)
+    assert not any(PEERS[name].saves or PEERS[name].loads or PEERS[name].exports for name in named)
+
+
+@pytest.mark.parametrize("share", [0.0, *DELTA_SHARES.values()])
+def test_a_share_of_the_weights_is_changed(share: float) -> None:
+    entries = layout({"kind": "weights", "layers": 4, "hidden": 64, "vocab": 256})
+    by_name = {entry.name: entry for entry in entries}
+    found = rows_of_share(entries, share)
+    assert len(dict(found)) == len(found), "each tensor once"
+    changed = sum(by_name[name].nbytes // by_name[name].shape[0] * rows for name, rows in found)
+    assert changed == pytest.approx(share * sum(entry.nbytes for entry in entries), abs=512)
+    assert all(rows == by_name[name].shape[0] for name, rows in found[:-1]), "whole tensors, but for the last"
 
 
 def test_a_model_has_the_names_of_transformers_for_those_who_want_them() -> None:
