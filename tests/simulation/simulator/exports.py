@@ -49,6 +49,7 @@ def _written(save, rank, at, nbytes):
     return (mark * (4096 // len(mark) + 1))[:4096] * (nbytes // 4096) + mark[:1] * (nbytes % 4096)
 
 
+@lru_cache(maxsize=4)
 def shared_file(save, world):
     """What all ranks of ``world`` together put into export ``save``."""
     pieces = {
@@ -78,7 +79,7 @@ class ExportRank:
         for part in parts_of(trainer.rank, trainer.world):
             self.rows.append(FileRow(part.name, part.size, at, part.offset, part.total))
             at += -(-part.size // 4096) * 4096
-        self.image = bytearray(at)
+        self.image_bytes, self.image = at, None
         self.fd = None
         self.numbers = None
 
@@ -93,6 +94,8 @@ class ExportRank:
         name = TEMPLATE.format(step=step)
         checker.saving(save, step, name, False, world)
         started, attempt = trainer.sim.now, None
+        if self.image is None:
+            self.image = bytearray(self.image_bytes)
 
         def persist():
             for row in self.rows:

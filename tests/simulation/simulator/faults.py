@@ -143,9 +143,8 @@ class Faults:
         if self.active:
             if self.slow and self.random() < self.slow:
                 delay += 2.0 * self.random()
-            hang = process.__dict__.get("hang")
-            if hang is not None and process.calls == hang[0]:
-                delay += hang[1]
+            if process.hang is not None and process.calls == process.hang[0]:
+                delay += process.hang[1]
         return delay
 
     def error(self, process, name, path):
@@ -180,7 +179,7 @@ class Faults:
         return None
 
     def is_cut_off(self, process):
-        return self.active and Current.sim.now < process.__dict__.get("cut_until", 0.0)
+        return self.active and Current.sim.now < process.cut_until
 
     def doom_engine(self, process):
         """A fresh engine process: how it will end, if not by itself."""

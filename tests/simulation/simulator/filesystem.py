@@ -29,7 +29,8 @@ class File:
         end = offset + len(data)
         if len(self.data) < end:
             self.data.extend(bytes(end - len(self.data)))
-        self.data[offset:end] = data
+        with memoryview(self.data) as view:
+            view[offset:end] = data
         self.dirty = True
         self.unsynced.setdefault(host, set()).add((offset, end))
 
@@ -41,9 +42,12 @@ class File:
             self.durable = bytes(self.data)
             self.dirty = False
             return
-        durable = bytearray(self.durable[: len(self.data)].ljust(len(self.data), b"\0"))
-        for start, end in own:
-            durable[start:end] = self.data[start:end]
+        durable = bytearray(len(self.data))
+        kept = min(len(durable), len(self.durable))
+        with memoryview(durable) as view, memoryview(self.data) as data:
+            view[:kept] = memoryview(self.durable)[:kept]
+            for start, end in own:
+                view[start:end] = data[start:end]
         self.durable = bytes(durable)
 
     def tear(self, rng):

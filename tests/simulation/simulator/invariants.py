@@ -20,6 +20,7 @@ Every breach is an `InvariantBroken` with the name of the invariant:
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 import xxhash
 from greenlet import getcurrent
@@ -295,14 +296,14 @@ class Checker:
         if not isinstance(tree, dict):
             return "it isn't there"
         try:
-            manifest = decode_manifest(tree.get(MANIFEST_NAME, b""), path=name)
+            manifest = _manifest_in(tree.get(MANIFEST_NAME, b""), name)
             attempt = self.attempts.get(manifest.attempt)
             if attempt is None or attempt.name != name or manifest.name != name:
                 return f"it is of attempt {manifest.attempt} at {manifest.name}"
             reports = [report_name(rank) for rank in range(attempt.world)]
             for rank in range(attempt.world):
                 data = tree.get(report_name(rank), b"")
-                report = decode_report(data, path=report_name(rank))
+                report = _report_in(data, report_name(rank))
                 line = manifest.reports[rank]
                 if (report.attempt, report.rank, report.world) != (manifest.attempt, rank, attempt.world):
                     return f"report {rank} is of another attempt, rank or world"
@@ -316,6 +317,19 @@ class Checker:
         wanted = _contents_of(attempt)
         wrong = [name for name in sorted({*held, *wanted}) if held.get(name) != wanted.get(name)]
         return f"{wrong} are not what was staged and written beforehand" if wrong else None
+
+
+# The same bytes are looked at again and again: when they appear, for every rank that is told, and at the end.
+
+
+@lru_cache(maxsize=64)
+def _manifest_in(data, name):
+    return decode_manifest(data, path=name)
+
+
+@lru_cache(maxsize=64)
+def _report_in(data, name):
+    return decode_report(data, path=name)
 
 
 def _data_of(attempt):

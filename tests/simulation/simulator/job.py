@@ -7,6 +7,7 @@ bytes that say which save and rank they are of. Exports (``exports``) follow the
 
 from __future__ import annotations
 
+from functools import lru_cache
 from types import SimpleNamespace
 
 from holdfast.agreement import Agreement, Ballot, Votes
@@ -48,6 +49,7 @@ def file_name(rank):
     return f"__{rank}_0.distcp"
 
 
+@lru_cache(maxsize=16)
 def payload(save, rank):
     """What ``rank`` puts into ``save``: other bytes than any other save and rank, on every page."""
     mark = b"%d.%d.%d|" % (*save, rank)

@@ -56,6 +56,7 @@ class Bucket:
     def __init__(self, sim):
         self.sim = sim
         self.objects = {}
+        self.changes = 0
         self.watch = None
 
     def _request(self, name, key, act, *, changes):
@@ -81,6 +82,7 @@ class Bucket:
             if expected != "any" and there != expected:
                 return False
             self.objects[key] = bytes(data)
+            self.changes += 1
             if self.watch is not None:
                 self.watch(key, there, self.objects[key])
             return True
@@ -90,6 +92,7 @@ class Bucket:
     def delete(self, key):
         def act():
             there = self.objects.pop(key, None)
+            self.changes += 1
             if there is not None and self.watch is not None:
                 self.watch(key, there, None)
 
@@ -362,6 +365,7 @@ class View:
     def __init__(self, bucket, path):
         self.bucket, self.path = bucket, path
         self.watch = None
+        self._seen, self._seen_at = None, -1
 
     @property
     def root(self):
@@ -375,7 +379,18 @@ class View:
 
     def find(self, path):
         assert path == self.path
+        if self._seen_at != self.bucket.changes:
+            self._seen_at, self._seen = self.bucket.changes, self._look()
+        return self._seen
+
+    def _look(self):
         objects, root, known = self.bucket.objects, Dir(0), set()
+        below = {}
+        for key in objects:
+            first, _, rest = key.partition("/")
+            second, slash, file = rest.partition("/")
+            if slash:
+                below.setdefault(f"{first}/{second}/", []).append((key, file))
         for key, data in objects.items():
             if key.startswith("."):
                 known.add(key)
@@ -384,25 +399,24 @@ class View:
                 hidden = hidden_name(name, attempt, words[0])
                 attempt = words[1] if len(words) == 2 else attempt
                 there = objects.get(f"{name}/{MANIFEST_NAME}")
-                known.update(self._files(f"{name}/{attempt}/"))
+                files = below.get(f"{name}/{attempt}/", [])
+                known.update(key for key, _ in files)
                 if there is None or _attempt_of(there) != attempt:
-                    self._add(root, hidden, f"{name}/{attempt}/")
+                    self._add(root, hidden, files)
             elif key.endswith(f"/{MANIFEST_NAME}") and key.count("/") == 1:
                 name = key.partition("/")[0]
-                prefix = f"{name}/{_attempt_of(data)}/"
-                known |= {key, *self._files(prefix)}
-                self._add(root, name, prefix, data)
+                files = below.get(f"{name}/{_attempt_of(data)}/", [])
+                known.add(key)
+                known.update(key for key, _ in files)
+                self._add(root, name, files, data)
         for key in objects.keys() - known:
             root.entries[f".stray {key}"] = Dir(0)
         root.durable = root.entries
         return root
 
-    def _files(self, prefix):
-        return [key for key in self.bucket.objects if key.startswith(prefix)]
-
-    def _add(self, root, name, prefix, manifest=None):
+    def _add(self, root, name, files, manifest=None):
         node = Dir(0)
-        found = {key[len(prefix) :]: self.bucket.objects[key] for key in self._files(prefix)}
+        found = {file: self.bucket.objects[key] for key, file in files}
         if manifest is not None:
             found[MANIFEST_NAME] = manifest
         for file, data in found.items():

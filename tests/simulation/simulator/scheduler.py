@@ -39,6 +39,8 @@ class Process:
         self.kill_after = False
         self.fds = set()
         self.on_death = []
+        self.hang = None  # at its how many-th system call it stands still, and for how long
+        self.cut_until = 0.0  # when its network is back
 
     def spawn(self, function, *args, name=""):
         task = Task(self, function, args, name)
@@ -92,6 +94,7 @@ class Sim:
         self.on_call = None
         self.stop = False
         self.limit_s = float("inf")
+        self.last = 0  # the event past which `run` gives up
 
     def log(self, what, detail=""):
         if self.lines is not None:
@@ -122,34 +125,59 @@ class Sim:
             return
         self.seq = seq = self.seq + 1
         heappush(heap, (at, self.random(), seq, task, task.token, True))
-        self.hub.switch()
+        self._give_way(task)
         if process.dead or (process.dying and not task.in_call):
             raise Dead
 
     def park(self, timeout=None):
         """Wait until woken; False if ``timeout`` passes first."""
         task = getcurrent()
-        if task.process.dead or task.process.dying:
+        process = task.process
+        if process.dead or process.dying:
             raise Dead
         if timeout is not None:
-            self.push(self.now + max(0.0, timeout), task, False)
-        return self.switch(task)
-
-    def switch(self, task):
-        woken = self.hub.switch()
-        process = task.process
+            at = self.now + timeout if timeout > 0.0 else self.now
+            self.seq = seq = self.seq + 1
+            heappush(self.heap, (at, self.random(), seq, task, task.token, False))
+        woken = self._give_way(task)
         if process.dead or (process.dying and not task.in_call):
             raise Dead
         return woken
 
+    def _give_way(self, task):
+        """What `run` does next, from within ``task``, which waits: one switch where by the hub there are two.
+
+        Callbacks, reaping and limits are left to the hub.
+        """
+        heap = self.heap
+        while heap and not (self.stop or self.to_reap or self.seq > self.last):
+            at, _, _, other, token, value = heap[0]
+            if other is None or at > self.limit_s:
+                break
+            heappop(heap)
+            if other.token != token or other.finished:
+                continue
+            process = other.process
+            if process.dead or (process.dying and not other.in_call):
+                continue
+            other.token = token + 1
+            if process.paused_until > at:
+                self.push(process.paused_until, other, value)
+                continue
+            if at > self.now:
+                self.now = at
+            return value if other is task else other.switch(value)
+        return self.hub.switch()
+
     def wake(self, task):
         if not task.finished:
-            self.push(self.now, task, True)
+            self.seq = seq = self.seq + 1
+            heappush(self.heap, (self.now, self.random(), seq, task, task.token, True))
 
     def run(self, *, limit_s, limit_events):
         """Run until `stop` is set or there is nothing to do; `Hang` past the limits."""
         heap = self.heap
-        last = self.seq + limit_events
+        self.last = self.seq + limit_events
         self.limit_s = limit_s
         while heap and not self.stop:
             if self.to_reap:
@@ -174,7 +202,7 @@ class Sim:
                 if at > limit_s:
                     raise Hang(f"no end after {self.now:.1f} s of virtual time")
             task.switch(value)
-            if self.seq > last:
+            if self.seq > self.last:
                 raise Hang(f"no end after {self.seq} events, {self.now:.1f} s of virtual time")
         if self.to_reap:
             self.reap()
@@ -284,11 +312,16 @@ class Lock:
         return self.owner is not None
 
     def __enter__(self):
-        self.acquire()
+        if self.owner is None:
+            self.owner = True
+        else:
+            self._wait(True, -1)
         return True
 
     def __exit__(self, *_):
-        self.release()
+        self.owner = None
+        if self.waiters:
+            self.release()
 
 
 class RLock(Lock):
@@ -312,6 +345,12 @@ class RLock(Lock):
         self.depth -= 1
         if self.depth <= 0:
             super().release()
+
+    def __enter__(self):
+        return self.acquire()
+
+    def __exit__(self, *_):
+        self.release()
 
 
 class Condition:

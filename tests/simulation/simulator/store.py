@@ -56,12 +56,12 @@ class Connection:
         faults = server.faults
         sim.sleep(faults.travel())
         process = getcurrent().process
-        if server.is_gone() or faults.is_cut_off(process):
+        if (server.gone_at is not None and server.is_gone()) or (process.cut_until and faults.is_cut_off(process)):
             if server.vanishes and answered:
                 sim.log("store: no answer", what)
                 sim.sleep(300.0)
             self.broken = True
-        lost = faults.drops(process)
+        lost = faults.drops(process) if faults.drop else None
         if lost == "before":
             self.broken = True
         if self.broken:

@@ -177,12 +177,8 @@ class SimOs:
         self.path, self.fspath, self.strerror = real_os.path, real_os.fspath, real_os.strerror
         self.fsencode = real_os.fsencode
 
-    @property
-    def system(self):
-        return Current.sim.system
-
     def open(self, path, flags, mode=0o777, *, dir_fd=None):
-        system = self.system
+        system = Current.sim.system
         creates = bool(flags & real_os.O_CREAT)
         shown = system.path_of(path, dir_fd)
         system.enter("create" if creates else "open", shown, changes=creates)
@@ -208,10 +204,10 @@ class SimOs:
         return fd
 
     def close(self, fd):
-        self.system.drop_fd(fd)
+        Current.sim.system.drop_fd(fd)
 
     def dup(self, fd):
-        system = self.system
+        system = Current.sim.system
         return system.new_fd(system.opened(fd))
 
     def fdopen(self, fd, _mode):
@@ -231,7 +227,7 @@ class SimOs:
         return Reader()
 
     def pwrite(self, fd, data, offset):
-        system = self.system
+        system = Current.sim.system
         node = system.opened(fd).node
         system.enter("pwrite", f"@{node.ino}+{offset}", changes=True)
         count = system.faults.short(len(data))
@@ -241,10 +237,10 @@ class SimOs:
         return count
 
     def write(self, fd, data):
-        return self.pwrite(fd, data, len(self.system.opened(fd).node.data))
+        return self.pwrite(fd, data, len(Current.sim.system.opened(fd).node.data))
 
     def ftruncate(self, fd, size):
-        node = self.system.opened(fd).node
+        node = Current.sim.system.opened(fd).node
         node.dirty = True
         del node.data[size:]
         node.data.extend(bytes(size - len(node.data)))
@@ -253,17 +249,18 @@ class SimOs:
         pass
 
     def pread(self, fd, nbytes, offset):
-        node = self.system.opened(fd).node
-        self.system.enter("pread", f"@{node.ino}", changes=False)
-        data = bytes(node.data[offset : offset + nbytes])
-        self.system.leave("pread", "")
+        node = Current.sim.system.opened(fd).node
+        Current.sim.system.enter("pread", f"@{node.ino}", changes=False)
+        with memoryview(node.data) as view:
+            data = bytes(view[offset : offset + nbytes])
+        Current.sim.system.leave("pread", "")
         return data
 
     def read(self, _fd, _nbytes):
-        raise BlockingIOError  # of the engine's own pipe, which is not needed here
+        return b""  # of the engine's own pipe, which is not needed here
 
     def fsync(self, fd):
-        system = self.system
+        system = Current.sim.system
         node = system.opened(fd).node
         try:
             system.enter("fsync", f"@{node.ino}{'/' if type(node) is Dir else ''}", changes=True)
@@ -274,11 +271,11 @@ class SimOs:
         system.leave("fsync", "")
 
     def fstat(self, fd):
-        node = self.system.opened(fd).node
+        node = Current.sim.system.opened(fd).node
         return Stat(node) if type(node) is not Image else SimpleNamespace(st_size=len(node.data))
 
     def lstat(self, path):
-        system = self.system
+        system = Current.sim.system
         system.enter("stat", path, changes=False)
         node = system.files.find(path)
         system.leave("stat", path)
@@ -290,7 +287,7 @@ class SimOs:
         return self.lstat(path)
 
     def listdir(self, path):
-        system = self.system
+        system = Current.sim.system
         system.enter("list", path, changes=False)
         node = system.files.find(path)
         names = list(node.entries) if type(node) is Dir else None
@@ -300,14 +297,14 @@ class SimOs:
         return names
 
     def scandir(self, fd):
-        node = self.system.opened(fd).node
-        self.system.enter("scandir", f"@{node.ino}", changes=False)
+        node = Current.sim.system.opened(fd).node
+        Current.sim.system.enter("scandir", f"@{node.ino}", changes=False)
         found = [_Entry(name, type(child) is Dir) for name, child in sorted(node.entries.items())]
-        self.system.leave("scandir", "")
+        Current.sim.system.leave("scandir", "")
         return _Scan(found)
 
     def mkdir(self, path, mode=0o777):
-        system = self.system
+        system = Current.sim.system
         system.enter("mkdir", path, changes=True)
         parent, name = system.at(path, None)
         try:
@@ -321,7 +318,7 @@ class SimOs:
             system.leave("mkdir", path)
 
     def rename(self, source, target, *, src_dir_fd=None, dst_dir_fd=None):
-        system = self.system
+        system = Current.sim.system
         shown = f"{system.path_of(source, src_dir_fd)} -> {target}"
         system.enter("rename", shown, changes=True)
         try:
@@ -345,7 +342,7 @@ class SimOs:
             fail(errno.ENOENT, source)
 
     def unlink(self, path, *, dir_fd=None):
-        system = self.system
+        system = Current.sim.system
         shown = system.path_of(path, dir_fd)
         system.enter("unlink", shown, changes=True)
         try:
@@ -359,7 +356,7 @@ class SimOs:
             system.leave("unlink", shown)
 
     def rmdir(self, path, *, dir_fd=None):
-        system = self.system
+        system = Current.sim.system
         shown = system.path_of(path, dir_fd)
         system.enter("rmdir", shown, changes=True)
         try:
@@ -387,7 +384,7 @@ class SimOs:
         return 2
 
     def _changed(self, parent, act, old, new):
-        watch = self.system.files.watch
+        watch = Current.sim.system.files.watch
         if watch is not None:
             watch(parent, act, old, new)
 
