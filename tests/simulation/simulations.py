@@ -18,19 +18,30 @@ def command(*args, hash_seed="0"):
     return {"args": [sys.executable, "-m", "simulator", *args], "env": environment}
 
 
-def told_by(runs, *, timeout_s):
-    """What the runs, given by their arguments, told; a run that broke off is an error with its last words."""
+def in_parts(*args):
+    """The arguments of as many runs as there are processors, which share out what ``args`` ask for."""
+    parts = os.cpu_count() or 1
+    return [[*args, "--part", f"{part}/{parts}"] for part in range(parts)]
+
+
+def side_by_side(commands, *, timeout_s):
+    """What each of ``commands`` ended with: status, output, errors."""
     started = [
-        subprocess.Popen(**command(*args), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for args in runs
+        subprocess.Popen(**each, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for each in commands
     ]
-    told = []
     try:
-        for run in started:
-            out, errors = run.communicate(timeout=timeout_s)
-            assert run.returncode in (0, 1) and "Traceback" not in errors, errors[-4000:]
-            told += [json.loads(line) for line in out.splitlines()]
+        ended = [run.communicate(timeout=timeout_s) for run in started]
+        return [(run.returncode, *texts) for run, texts in zip(started, ended, strict=True)]
     finally:
         for run in started:
             run.kill()
             run.wait()
+
+
+def told_by(runs, *, timeout_s):
+    """What the runs, given by their arguments, told; a run that broke off is an error with its last words."""
+    told = []
+    for status, out, errors in side_by_side([command(*args) for args in runs], timeout_s=timeout_s):
+        assert status in (0, 1) and "Traceback" not in errors, errors[-4000:]
+        told += [json.loads(line) for line in out.splitlines()]
     return told

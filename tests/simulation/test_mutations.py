@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
-from simulations import told_by
+from simulations import in_parts, told_by
 from simulator.mutations import MUTATIONS
 
 
 @pytest.fixture(scope="module")
 def hunted():
-    parts = os.cpu_count() or 1
-    runs = [["--mutations", "--part", f"{part}/{parts}"] for part in range(parts)]
-    return {facts["mutation"]: facts for facts in told_by(runs, timeout_s=580.0)}
+    return {facts["mutation"]: facts for facts in told_by(in_parts("--mutations"), timeout_s=580.0)}
 
 
 @pytest.mark.timeout(600)

@@ -2,7 +2,8 @@
 
     python -m simulator --seed 17                    replay one schedule, with its trace
     python -m simulator --from 0 --count 1000        run many
-    python -m simulator --crash-points STRIDE        a crash at every STRIDE-th call of small schedules
+    python -m simulator --crash-points STRIDE        a crash at every STRIDE-th call of small schedules; of these by
+                        --part 0/2                   every second one, from the first
     python -m simulator --no-faults                  a few jobs in which nothing goes wrong
     python -m simulator --mutations --part 0/2       break the protocol in every second way there is
 
@@ -44,11 +45,11 @@ def run(first, count):
     return whole
 
 
-def crash(stride):
+def crash(stride, part, parts):
     whole = True
     for how in POINTS:
         points = 0
-        for where, result in crash_points(how, stride):
+        for where, result in crash_points(how, stride, part=part, parts=parts):
             points += 1
             if result.breach is not None:
                 whole = False
@@ -101,7 +102,7 @@ def main():
         elif args.no_faults:
             whole = run_without_faults()
         elif args.crash_points:
-            whole = crash(args.crash_points)
+            whole = crash(args.crash_points, part, parts)
         else:
             whole = run(args.first, args.count)
     return 0 if whole else 1

@@ -58,12 +58,12 @@ def kill_one(sim, _job, process):
 POINTS = {"power cut": cut_power, "job killed": kill_trainers, "one killed": kill_one}
 
 
-def crash_points(how, stride):
-    """Where, and what came of it, for every ``stride``-th point of every small world."""
+def crash_points(how, stride, *, part=0, parts=1):
+    """Where, and what came of it, for every ``stride``-th point of every small world; of these every ``parts``-th."""
     for ranks, overwrite, exports in WORLDS:
         draw = small_world(ranks, overwrite=overwrite, exports=exports)
         seed, step = 7 * ranks + overwrite, stride * ranks
-        for number in itertools.count(1 + seed % step, step):
+        for number in itertools.count(1 + seed % step + part * step, parts * step):
             for after in (False, True):
                 strike = Strike(POINTS[how], number, after=after)
                 result = run_schedule(seed, faults=draw, on_call=strike)
