@@ -26,9 +26,7 @@ def in_parts(*args):
 
 def side_by_side(commands, *, timeout_s):
     """What each of ``commands`` ended with: status, output, errors."""
-    started = [
-        subprocess.Popen(**each, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for each in commands
-    ]
+    started = [subprocess.Popen(**each, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for each in commands]
     try:
         ended = [run.communicate(timeout=timeout_s) for run in started]
         return [(run.returncode, *texts) for run, texts in zip(started, ended, strict=True)]
