@@ -159,6 +159,11 @@ class SaveFailed(HoldfastError):
         self.path = path
         self.errno = errno
 
+    @property
+    def cause(self) -> BaseException | None:
+        """The error of the rank that failed, by which this one was raised."""
+        return self.__cause__
+
 
 class EngineDied(HoldfastError):
     """The engine process of ``rank`` ended or stopped answering; it is restarted for the next save."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 
 import pytest
@@ -40,7 +41,8 @@ def test_a_rank_that_does_not_come_is_named():
     assert verdicts[0] == verdicts[2]
     error = verdicts[0].refusal.error(step=1)
     assert isinstance(error, SaveFailed)
-    assert isinstance(error.__cause__, DeadlineExceeded)
+    assert isinstance(error.cause, DeadlineExceeded)
+    assert isinstance(pickle.loads(pickle.dumps(error)).cause, DeadlineExceeded)
     assert "rank(s) 1 of 3 had not called this save" in str(error)
 
 
