@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from math import prod
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.boxes import (
@@ -189,6 +190,7 @@ def plan_reads(wants: Iterable[Want], stored: Mapping[str, StoredTensor]) -> Rea
         shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         raise StateMismatch(f"the checkpoint has no tensor {shown}", missing=tuple(missing))
     transfers: list[Transfer] = []
+    keys: list[tuple[str, tuple[int, int], int]] = []
     for want in wants:
         tensor = stored[want.name]
         box = want.box
@@ -199,25 +201,19 @@ def plan_reads(wants: Iterable[Want], stored: Mapping[str, StoredTensor]) -> Rea
             )
         if box is not want.dest_box and not contains(want.dest_box, box):
             raise ConfigError(f"tensor {want.name!r}: wanted {want.box} is not within its destination {want.dest_box}")
-        transfers.extend(
-            Transfer(
-                want.name,
-                shard.file,
-                shard.payload_offset,
-                shard.box,
-                region,
-                want.dest,
-                want.dest_box,
-                tensor.itemsize,
-            )
-            for shard, region in _sources(want, tensor)
-        )
-    transfers.sort(key=lambda transfer: (transfer.file, byte_span(transfer), transfer.dest))
-    return ReadPlan(tuple(transfers))
+        for (stored_box, file, start, nbytes), region in _sources(want, tensor):
+            transfer = Transfer(want.name, file, start, stored_box, region, want.dest, want.dest_box, tensor.itemsize)
+            transfers.append(transfer)
+            # What is wanted whole, as nearly everything is, needs no arithmetic.
+            keys.append((file, (start, start + nbytes) if region is stored_box else byte_span(transfer), want.dest))
+    in_order = sorted(zip(keys, transfers, strict=True), key=itemgetter(0))
+    return ReadPlan(tuple(transfer for _, transfer in in_order))
 
 
 def _sources(want: Want, tensor: StoredTensor) -> list[tuple[StoredShard, Box]]:
     """Disjoint regions that make up the wanted box, each with a shard that has it."""
+    if len(tensor.shards) == 1 and tensor.shards[0].box == want.box:
+        return [(tensor.shards[0], tensor.shards[0].box)]
     found, lacking = disjoint(want.box, tensor.meeting(want.box))
     if lacking is not None:
         raise _absent(want, tensor, lacking)

@@ -131,7 +131,8 @@ class ModuleSource:
                 "(FullyShardedDataParallel), which is not supported; use fully_shard (FSDP2)",
                 field=joined(self.path),
             )
-        _warn_of_overrides(module, joined((*self.path, prefix.rstrip("."))))
+        if type(module) not in _warned and compat.overrides_state_dict(module):
+            _warn_of_overrides(type(module), joined((*self.path, prefix.rstrip("."))))
         for name, parameter in compat.parameters_of(module).items():
             if parameter is not None:
                 yield prefix + name, parameter, True
@@ -140,8 +141,9 @@ class ModuleSource:
                 yield prefix + name, buffer, False
         if compat.has_extra_state(module):
             self.extra_states.append(((*self.path, prefix + compat.EXTRA_STATE), module))
-        unnamed = _unnamed_children(module)
-        for name, child in compat.children_of(module).items():
+        children = compat.children_of(module)
+        unnamed = _unnamed_children(module) if children else set()
+        for name, child in children.items():
             if child is not None:
                 yield from self._named(child, prefix if name in unnamed else f"{prefix}{name}.")
 
@@ -177,13 +179,11 @@ def _unnamed_children(module: nn.Module) -> set[str]:
     return unnamed
 
 
-def _warn_of_overrides(module: nn.Module, name: str) -> None:
-    kind = type(module)
-    if kind not in _warned and compat.overrides_state_dict(module):
-        _warned.add(kind)
-        _log.warning(
-            "%s: %s changes its state_dict by an override or a hook, which saving doesn't run: what is saved are its "
-            "parameters, buffers and extra state under their own names",
-            name,
-            kind.__qualname__,
-        )
+def _warn_of_overrides(kind: type[nn.Module], name: str) -> None:
+    _warned.add(kind)
+    _log.warning(
+        "%s: %s changes its state_dict by an override or a hook, which saving doesn't run: what is saved are its "
+        "parameters, buffers and extra state under their own names",
+        name,
+        kind.__qualname__,
+    )

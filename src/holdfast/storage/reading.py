@@ -136,18 +136,39 @@ class FileSet:
     def jobs_for(self, name: str, pieces: Sequence[Piece]) -> list[Callable[[], None]]:
         """Jobs that fill ``pieces`` of file ``name``; the pieces are sorted by start and don't overlap."""
         file = self._file(name)
-        jobs: list[Callable[[], None]] = []
-        group: list[_Run] = []
-        for run in self._runs(file, pieces):
-            if group and (run.base != group[-1].stop or run.stop - group[0].base > JOB_BYTES):
-                jobs.append(self._job(file, group))
-                group = []
-            group.append(run)
-        if group:
-            jobs.append(self._job(file, group))
+        jobs = [self._job(file, group) for group in self._groups(file, pieces)]
         if pieces and not self._waits:
             self._waits = not all(self._is_cached(file, pieces[at].start) for at in (0, len(pieces) // 2, -1))
         return jobs
+
+    def _groups(self, file: StoredFile, pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+        """The pieces by the jobs that read them, cut where a job ends: between two extents, where these are hashed.
+
+        All that is done here is done before the first byte is read, by one thread: the rest is left to the jobs.
+        """
+        hashed = self.is_hashed(file.name)
+        gap_max = self.gap_bytes_max
+        group: list[Piece] = []
+        end = limit = 0
+        for piece in pieces:
+            start, memory = piece
+            apart = start // EXTENT_BYTES > (end - 1) // EXTENT_BYTES + 1 or (start - end > gap_max and not hashed)
+            end = start + len(memory)
+            if group and not apart and end <= limit:
+                group.append(piece)
+                continue
+            while memory:
+                if group and (apart or start >= limit):
+                    yield group
+                    group = []
+                if not group:
+                    limit = (start // JOB_BYTES + 1) * JOB_BYTES
+                apart = False
+                take = min(len(memory), limit - start)
+                group.append(Piece(start, memory[:take]))
+                start, memory = start + take, memory[take:]
+        if group:
+            yield group
 
     def _runs(self, file: StoredFile, pieces: Iterable[Piece]) -> Iterator[_Run]:
         """The pieces by the extents they lie in: one extent that several share, or any number that one has whole.
@@ -238,18 +259,17 @@ class FileSet:
         last = max(start, end - 1) // EXTENT_BYTES
         return start // EXTENT_BYTES * EXTENT_BYTES, min(file.size, (last + 1) * EXTENT_BYTES)
 
-    def _job(self, file: StoredFile, runs: Sequence[_Run]) -> Callable[[], None]:
+    def _job(self, file: StoredFile, pieces: Sequence[Piece]) -> Callable[[], None]:
         def job() -> None:
-            base, stop = runs[0].base, runs[-1].stop
+            base, stop = self._bounds(file, pieces[0].start, pieces[-1].end)
             around = self._read_around_cache(file, base, stop) if self._is_cold(file, (base + stop) // 2) else None
             if around is not None:
                 self._check(file, base, stop, [around])
-                for run in runs:
-                    for start, memory in run.pieces:
-                        _copy(memory, around[start - base : start - base + len(memory)])
+                for start, memory in pieces:
+                    _copy(memory, around[start - base : start - base + len(memory)])
                 return
             with self._descriptors.opened(file) as fd:
-                for run in runs:
+                for run in self._runs(file, pieces):
                     self._read_run(fd, file, run)
 
         return job
