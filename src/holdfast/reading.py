@@ -22,7 +22,7 @@ from holdfast.export.moves import Move
 from holdfast.plan.read import Transfer, Want, byte_span, dest_offset, is_direct, plan_reads, row_chunks
 from holdfast.state.entries import torch_dtype
 from holdfast.state.structure import part_of
-from holdfast.storage.reading import FileSet, Piece
+from holdfast.storage.cutting import Piece
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from holdfast.export.refill import MovedPart, MovedTensor
     from holdfast.plan.read import ReadPlan
     from holdfast.source import RecordReader, Source
+    from holdfast.storage.reading import FileSet
 
 SPAN_BYTES_MAX: Final = 8 << 20
 SMALL_RUN_BYTES: Final = 1 << 10
@@ -116,6 +117,11 @@ def _sort(
     tensors = source.tensors
     for transfer in transfers:
         memory = destinations[transfer.dest].host_bytes(torch_dtype(tensors[transfer.name].dtype))
+        start = transfer.payload_offset
+        if memory is not None and start >= end and transfer.region == transfer.stored == transfer.dest_box:
+            direct.append(Piece(start, memory))  # whole, as nearly all: nothing to be worked out
+            end = start + len(memory)
+            continue
         start, stop = byte_span(transfer)
         # Two destinations may want the same bytes (tied names): the second takes them through a buffer.
         if memory is None or start < end or not is_direct(transfer):

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,10 @@ import xxhash
 
 from holdfast.errors import CheckpointCorrupt
 from holdfast.format.manifest import EXTENT_BYTES
+from holdfast.storage.cutting import JOB_BYTES, Piece
 from holdfast.storage.descriptors import OPEN_FILES_MAX, StoredFile
 from holdfast.storage.page_cache import PageCache
-from holdfast.storage.reading import FileSet, Piece
+from holdfast.storage.reading import FileSet
 
 SIZE = 3 * EXTENT_BYTES + 5000
 
@@ -88,6 +90,23 @@ def test_pieces_with_gaps_cross_extents_and_are_read_once(tmp_path: Path, conten
         opened.read(opened.jobs_for("f", pieces))
         assert opened.bytes_read == (SIZE if verify else SIZE - 3)
     assert [bytes(part) for part in memory] == [content[start:end] for start, end in ranges]
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("count", [1, 7, 400])
+def test_pieces_that_lie_across_two_jobs_are_read_once(tmp_path: Path, verify: bool, count: int) -> None:
+    size = JOB_BYTES + EXTENT_BYTES + 5000
+    content = np.random.default_rng(count).bytes(size)
+    (tmp_path / "f").write_bytes(content)
+    cuts = [3 + (size - 3) * at // count for at in range(count + 1)]
+    memory = [bytearray(end - start) for start, end in pairwise(cuts)]
+    pieces = [Piece(start, memoryview(part)) for start, part in zip(cuts, memory, strict=False)]
+    with files(tmp_path, content, verify=verify, size=size) as opened:
+        jobs = opened.jobs_for("f", pieces)
+        assert len(jobs) == 2
+        opened.read(jobs)
+        assert opened.bytes_read == (size if verify else size - 3)
+    assert b"".join(memory) == content[3:]
 
 
 def test_extents_that_nobody_wants_are_not_read(tmp_path: Path, content: bytes) -> None:

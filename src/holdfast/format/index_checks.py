@@ -53,5 +53,6 @@ def _is_plainly_right(tensor: IndexTensor, itemsize: int, file_sizes: Sequence[i
         and (not shape or min(shape) > 0)
         and prod(shape) * itemsize == nbytes
         and 0 <= tensor.file < len(file_sizes)
-        and 0 <= tensor.record_offset <= start <= start + nbytes <= tensor.record_end <= file_sizes[tensor.file] < 1 << 63
+        and 0 <= tensor.record_offset <= start <= start + nbytes <= tensor.record_end <= file_sizes[tensor.file]
+        and nbytes < 1 << 63
     )

@@ -24,6 +24,7 @@ import xxhash
 
 from holdfast.errors import CheckpointCorrupt, StorageError
 from holdfast.format.manifest import EXTENT_BYTES
+from holdfast.storage.cutting import JOB_BYTES, Piece, cut_at_steps, cut_for_jobs
 from holdfast.storage.descriptors import Descriptors, StoredFile, refused
 from holdfast.storage.page_cache import PageCache
 from holdfast.storage.turns import take_turns
@@ -31,8 +32,6 @@ from holdfast.storage.turns import take_turns
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-JOB_BYTES: Final = 8 * EXTENT_BYTES
-"""One read around the page cache: disks want many requests at a time, or large ones."""
 PARTS_MAX: Final = 256
 """More destinations than this in one call are filled from scratch: with the gaps between, the system takes 1,024."""
 SMALL_PART_BYTES: Final = 16 << 10
@@ -40,17 +39,6 @@ GAP_BYTES_MAX: Final = 2 * EXTENT_BYTES
 """Bytes that nobody wants are read along with their neighbours, rather than with another call behind them."""
 PAGE_BYTES: Final = 4096
 """What O_DIRECT wants offsets, lengths and memory to be multiples of; some file systems are content with less."""
-
-
-class Piece(NamedTuple):
-    """Bytes ``start`` up to ``start + len(memory)`` of a file go to ``memory`` (writable, contiguous, bytes)."""
-
-    start: int
-    memory: memoryview
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.memory)
 
 
 class _Run(NamedTuple):
@@ -136,39 +124,11 @@ class FileSet:
     def jobs_for(self, name: str, pieces: Sequence[Piece]) -> list[Callable[[], None]]:
         """Jobs that fill ``pieces`` of file ``name``; the pieces are sorted by start and don't overlap."""
         file = self._file(name)
-        jobs = [self._job(file, group) for group in self._groups(file, pieces)]
+        groups = cut_for_jobs(pieces, hashed=self.is_hashed(name), gap_bytes_max=self.gap_bytes_max)
+        jobs = [self._job(file, group) for group in groups]
         if pieces and not self._waits:
             self._waits = not all(self._is_cached(file, pieces[at].start) for at in (0, len(pieces) // 2, -1))
         return jobs
-
-    def _groups(self, file: StoredFile, pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-        """The pieces by the jobs that read them, cut where a job ends: between two extents, where these are hashed.
-
-        All that is done here is done before the first byte is read, by one thread: the rest is left to the jobs.
-        """
-        hashed = self.is_hashed(file.name)
-        gap_max = self.gap_bytes_max
-        group: list[Piece] = []
-        end = limit = 0
-        for piece in pieces:
-            start, memory = piece
-            apart = start // EXTENT_BYTES > (end - 1) // EXTENT_BYTES + 1 or (start - end > gap_max and not hashed)
-            end = start + len(memory)
-            if group and not apart and end <= limit:
-                group.append(piece)
-                continue
-            while memory:
-                if group and (apart or start >= limit):
-                    yield group
-                    group = []
-                if not group:
-                    limit = (start // JOB_BYTES + 1) * JOB_BYTES
-                apart = False
-                take = min(len(memory), limit - start)
-                group.append(Piece(start, memory[:take]))
-                start, memory = start + take, memory[take:]
-        if group:
-            yield group
 
     def _runs(self, file: StoredFile, pieces: Iterable[Piece]) -> Iterator[_Run]:
         """The pieces by the extents they lie in: one extent that several share, or any number that one has whole.
@@ -180,7 +140,7 @@ class FileSet:
         gap_max = GAP_BYTES_MAX if hashed else self.gap_bytes_max
         group: list[Piece] = []
         extent = 0
-        for piece in _parts_of(pieces, step, file.size):
+        for piece in cut_at_steps(pieces, step, file.size):
             begin, last = piece.start // EXTENT_BYTES, (piece.end - 1) // EXTENT_BYTES
             if group and (
                 piece.start // step != group[0].start // step
@@ -436,23 +396,6 @@ class FileSet:
         except KeyError:
             path = self.path_of(name)
             raise CheckpointCorrupt(f"{path} is referred to, but no report covers it", path=path) from None
-
-
-def _parts_of(pieces: Iterable[Piece], step: int, size: int) -> Iterator[Piece]:
-    """The same pieces, cut so that each lies within a stretch of ``step`` bytes or is some whole ones of a job's."""
-    for piece in pieces:
-        start, memory = piece
-        if memory and start // step == (start + len(memory) - 1) // step:
-            yield piece
-            continue
-        while memory:
-            take = step - start % step
-            if take == step:
-                whole = len(memory) if start + len(memory) == size else len(memory) // step * step
-                take = max(step, min(whole, JOB_BYTES - start % JOB_BYTES))
-            take = min(take, len(memory))
-            yield Piece(start, memory[:take])
-            start, memory = start + take, memory[take:]
 
 
 def _copy(memory: memoryview, value: memoryview) -> None:
