@@ -36,7 +36,7 @@ from holdfast.outcome import AbortReason
 from holdfast.plan.structure import Structure, decode_structure, digest_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from holdfast.coordination import Board
 
@@ -213,17 +213,30 @@ class Agreement:
         except HoldfastError:
             return
 
-    def wait_structures(self, verdict: Verdict, *, own: bytes | None = None, timeout_s: float) -> dict[str, Structure]:
-        """The structures a replan needs, by digest; ``own`` is this rank's, encoded, which needn't be fetched."""
+    def wait_structures(
+        self,
+        verdict: Verdict,
+        *,
+        own: bytes | None = None,
+        known: Mapping[str, Structure] | None = None,
+        timeout_s: float,
+    ) -> dict[str, Structure]:
+        """The structures a replan needs, by digest; those that are ``known`` needn't be fetched.
+
+        Nor need ``own``: this rank's, encoded.
+        """
+        known = known or {}
         here = {} if own is None else {digest_of(own): own}
-        others = [digest for digest in verdict.digests if digest not in here]
+        others = [digest for digest in verdict.digests if digest not in here and digest not in known]
         found = self.board.gather(
             [f"structure/{digest}" for digest in others],
             timeout_s=timeout_s,
             waiting_for="the structures of ranks whose state changed",
         )
         here.update((digest, unpack(data)) for digest, data in zip(others, found, strict=True))
-        return {digest: decode_structure(here[digest]) for digest in verdict.digests}
+        return {
+            digest: known[digest] if digest in known else decode_structure(here[digest]) for digest in verdict.digests
+        }
 
     def _judge(self, number: int, timeout_s: float) -> Verdict:
         board, key = self.board, f"ballot/{number}"

@@ -122,6 +122,8 @@ class WorldPlan:
     number: int
     structures: Mapping[str, Structure]
     digests: Sequence[str]
+    known: Mapping[int, RankPlan] = field(default_factory=dict)
+    """Plans of ranks that were made already: the coordinator's own."""
     _rows: list[_Row] | None = field(default=None, init=False)
     _whole: Whole | None = field(default=None, init=False)
 
@@ -147,7 +149,7 @@ class WorldPlan:
     def _metadata(self) -> bytes | None:
         if count_rows(self.structures, self.digests) > METADATA_ROWS_MAX:
             return None
-        return render_metadata(plan_save(self.structures, self.digests))
+        return render_metadata(plan_save(self.structures, self.digests, known=self.known))
 
 
 def _collect(board: Board, key: str, timeout_s: float) -> list[_Row] | AbortReason:

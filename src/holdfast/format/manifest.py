@@ -60,7 +60,7 @@ Kind = Literal["checkpoint", "export"]
 """What was committed: something to resume from or load, or an export, whose files several ranks write parts of."""
 
 
-class IndexTensor(msgspec.Struct, frozen=True, array_like=True):
+class IndexTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
     name: str
     path: tuple[PathItem, ...]
     dtype: str
@@ -74,7 +74,7 @@ class IndexTensor(msgspec.Struct, frozen=True, array_like=True):
     record_end: int
 
 
-class IndexObject(msgspec.Struct, frozen=True, array_like=True):
+class IndexObject(msgspec.Struct, frozen=True, array_like=True, gc=False):
     name: str
     path: tuple[PathItem, ...]
     file: int

@@ -125,19 +125,25 @@ class SavePlan:
     ranks: tuple[RankPlan, ...]
 
 
-def plan_save(structures: Mapping[str, Structure], digests: Sequence[str]) -> SavePlan:
+def plan_save(
+    structures: Mapping[str, Structure], digests: Sequence[str], *, known: Mapping[int, RankPlan] | None = None
+) -> SavePlan:
     """Plan the files of every rank, and check that together they hold the whole state.
 
     Args:
         structures: each distinct structure by its digest.
         digests: for each rank the digest of its structure; as many as there are ranks in the saving group.
+        known: what `plan_rank` has given for these arguments, by rank: these are not planned again.
 
     Raises:
         StateMismatch: ranks disagree on a tensor, or their shards overlap or leave a gap; names it and who has what.
         ConfigError: a part of a tensor is held only by ranks outside the group; a mesh or a dtype makes no sense.
     """
-    planner = _Planner(structures, digests)
-    return SavePlan(len(digests), tuple(planner.rank_plan(rank) for rank in range(len(digests))))
+    known = known or {}
+    missing = [rank for rank in range(len(digests)) if rank not in known]
+    planner = _Planner(structures, digests) if missing or not digests else None
+    made = {rank: planner.rank_plan(rank) for rank in missing} if planner is not None else {}
+    return SavePlan(len(digests), tuple({**known, **made}[rank] for rank in range(len(digests))))
 
 
 def plan_rank(structures: Mapping[str, Structure], digests: Sequence[str], rank: int) -> RankPlan:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from holdfast.state.entries import Path, TensorEntry, TensorGuard, check_tensor, describe, joined, same_objects
+from holdfast.plan.structure import PER_RANK
+from holdfast.state.entries import Path, TensorEntry, TensorGuard, check_tensor, describe, same_objects
 from holdfast.state.flatten import item_path
 from holdfast.state.values import LeafPart
 
@@ -109,7 +110,7 @@ class ContainerSource:
             self._forget()
         if len(self._entries) != len(self._tensors):
             self._forget()
-            self._entries = [self._entry(joined(part.path), part.path, part.value) for part in self.leaves()]
+            self._entries = list(self._new_entries())
             self.described = list(map(describe, self._entries))
         elif self._restless:
             self._refresh_restless()
@@ -126,6 +127,13 @@ class ContainerSource:
         looks = {at: describe(self._entries[at]) for at in self._restless}
         if any(self.described[at] != look for at, look in looks.items()):
             self.described = [looks.get(at, look) for at, look in enumerate(self.described)]
+
+    def _new_entries(self) -> Iterator[TensorEntry]:
+        path, prefix = self.path, "".join(f"{item}." for item in self.path)
+        is_list = isinstance(self.holder, list)
+        for key, tensor in zip(compress(self._keys, self._is_tensor), self._tensors, strict=True):
+            inside = item_path(path, key) if key == PER_RANK and not is_list else (*path, key)
+            yield self._entry(f"{prefix}{key}", inside, tensor)
 
     def _entry(self, name: str, path: Path, tensor: torch.Tensor) -> TensorEntry:
         check_tensor(name, tensor)

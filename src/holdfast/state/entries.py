@@ -112,6 +112,9 @@ def torch_dtype(stored: str) -> torch.dtype:
 
 def check_tensor(name: str, tensor: torch.Tensor) -> None:
     """Raise `ConfigError`, naming ``name``, unless ``tensor`` can be stored."""
+    if type(tensor) is torch.Tensor:  # most are, and there may be very many
+        _check_plain(name, tensor)
+        return
     if compat.is_dtensor(tensor):
         for placement in tensor.placements:  # type: ignore[attr-defined]
             if placement.is_partial():
@@ -122,6 +125,10 @@ def check_tensor(name: str, tensor: torch.Tensor) -> None:
         _refuse(name, "a lazy parameter has no values yet", "run a forward first")
     if not compat.is_storable_type(tensor):
         _refuse(name, f"tensors of type {type(tensor).__qualname__} can't be stored", "keep it as plain tensors")
+    _check_plain(name, tensor)
+
+
+def _check_plain(name: str, tensor: torch.Tensor) -> None:
     if tensor.is_nested:
         _refuse(name, "nested tensors can't be stored", "keep values and offsets as two plain tensors")
     if tensor.layout is not torch.strided:

@@ -7,6 +7,7 @@ interned, so a model of thousands of DTensors on one mesh carries its mesh once 
 from __future__ import annotations
 
 from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from holdfast import _torch_compat as compat
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 _REPLICATE = Placement("replicate")
+_name = attrgetter("name")
 
 
 def structure_of(collected: Collected, capacities: Mapping[str, int]) -> Structure:
@@ -31,21 +33,15 @@ def structure_of(collected: Collected, capacities: Mapping[str, int]) -> Structu
     doesn't hold what its placement says, `KeyError` for an object that has no capacity.
     """
     layouts = LayoutTable(collected.group_ranks)
-    for entry in collected.tensors:
-        layouts.check_local(entry.tensor, entry.name, collected.rank)
-    tensors = [
-        TensorSpec(
-            entry.name,
-            entry.path,
-            tuple(entry.tensor.shape),
-            known_dtype(entry.tensor, entry.name),
-            layouts.index_of(entry.tensor, entry.name),
-        )
-        for entry in sorted(collected.tensors, key=lambda entry: entry.name)
-    ]
+    tensors = []
+    for entry in sorted(collected.tensors, key=_name):
+        name, tensor, layout = entry.name, entry.tensor, None
+        if compat.is_dtensor(tensor):
+            layouts.check_local(tensor, name, collected.rank)
+            layout = layouts.index_of(tensor, name)
+        tensors.append(TensorSpec(name, entry.path, tuple(tensor.shape), known_dtype(tensor, name), layout))
     objects = [
-        ObjectSpec(entry.name, entry.path, capacities[entry.name])
-        for entry in sorted(collected.objects, key=lambda entry: entry.name)
+        ObjectSpec(entry.name, entry.path, capacities[entry.name]) for entry in sorted(collected.objects, key=_name)
     ]
     return Structure(tuple(layouts.layouts), tuple(tensors), tuple(objects))
 
