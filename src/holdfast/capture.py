@@ -21,6 +21,8 @@ from holdfast.errors import DeadlineExceeded, StateChangedWhileStaging
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    import torch
+
     from holdfast.handle import SaveHandle
     from holdfast.plan.structure import Structure
     from holdfast.plan.write import RankPlan
@@ -100,6 +102,8 @@ class Capture:
     takers: tuple[Taker, ...] = ()
     only: Callable[[str], bool] | None = None
     """Which tensors are to be copied, by name; None for all. What is small is copied all the same."""
+    rescued: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Eager values that were in a buffer which didn't do after all."""
     _users: int = 1
     _deciding: threading.Lock = field(default_factory=threading.Lock)
 

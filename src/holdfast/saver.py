@@ -36,7 +36,7 @@ from holdfast.handle import SaveHandle
 from holdfast.limits import limits_of
 from holdfast.outcome import AbortReason
 from holdfast.snapshot import SnapshotTaker
-from holdfast.stage import Absence, Stager, WarmUp, skipped
+from holdfast.stage import Absence, Claim, Stager, WarmUp, skipped
 from holdfast.staging.stager import Staging
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class Saver:
         if not self._warmed_up:
             self._warmed_up = True
             try:
-                warm_up = WarmUp(self._snapshots.take(tree, None))
+                warm_up = WarmUp(self._snapshots.take(tree, None, standing=True))
             except BaseException as error:
                 self._to_stage.put(WarmUp(None, AbortReason.of(error, rank=self._group.rank)))
                 raise
@@ -315,10 +315,11 @@ class Saver:
         dtype: str | None,
         only: Callable[[str], bool] | None,
     ) -> Capture:
-        snapshot = self._snapshots.take(tree, dtype)
-        events.count("captures")
-        staging = Staging(snapshot.watched, snapshot.devices, marks=snapshot.marks)
-        capture = Capture(request, handle, self._group.rank, snapshot, staging, only=only)
+        with Claim(self._stager) as claim:
+            snapshot = self._snapshots.take(tree, dtype, claim=claim, standing=request.eager)
+            events.count("captures")
+            staging = Staging(snapshot.watched, snapshot.devices, marks=snapshot.marks)
+            capture = Capture(request, handle, self._group.rank, snapshot, staging, buffer=claim.buffer, only=only)
         self._stager.begin_copies(capture)
         return capture
 
@@ -359,6 +360,10 @@ class Saver:
         except DeadlineExceeded as error:
             capture.give_up(error)
             self._forget(capture)
+        except BaseException as error:
+            if capture.request.eager and not capture.staged.is_set():
+                capture.give_up(error)  # the caller may change what is yet to be copied
+            raise
 
     def _forget(self, capture: Capture) -> None:
         with self._lock:

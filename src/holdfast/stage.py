@@ -30,6 +30,8 @@ from holdfast.staging.layout import CaptureBuffer
 from holdfast.world_plan import WorldPlan, tell_planned
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from holdfast.agreement import Verdict
     from holdfast.capture import Taker
     from holdfast.delivery import Delivery
@@ -64,6 +66,36 @@ class WarmUp:
     refusal: AbortReason | None = None
 
 
+class Claim:
+    """Asks for a buffer for a snapshot, where one is free that is made for its structure; on the training thread.
+
+    A context manager: where its block fails, the buffer is free again.
+    """
+
+    def __init__(self, stager: Stager) -> None:
+        self._stager = stager
+        self._digest: str | None = None
+        self.buffer: CaptureBuffer | None = None
+
+    def __call__(self, digest: str) -> CaptureBuffer | None:
+        if digest != self._digest:
+            self._give_back()
+            self._digest, self.buffer = digest, self._stager.claim_buffer(digest)
+        return self.buffer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if kind is not None:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        buffer, self.buffer = self.buffer, None
+        if buffer is not None:
+            self._stager.pool.add_idle(buffer)
+
+
 class Stager:
     """Agreement, plan and buffers of one session; ``plan`` is the one in use, None before there is one."""
 
@@ -87,12 +119,22 @@ class Stager:
         self._agreement.forget_plans()
         self._agreement.board.close()
 
+    def claim_buffer(self, digest: str) -> CaptureBuffer | None:
+        """A buffer of the plan in use, if that is of the structure ``digest`` and one is free; it is the caller's."""
+        plan = self.plan
+        buffer = None if plan is None or plan.digest != digest else self.pool.take_buffer()
+        if buffer is not None and plan is not None and buffer.plan is not plan.rank_plan:
+            self.pool.add_idle(buffer)  # the stager has just made a new one
+            return None
+        return buffer
+
     def begin_copies(self, capture: Capture) -> None:
         """Where the plan in use fits: device copies are enqueued in the order of the training stream, by its thread."""
-        plan, snapshot = self.plan, capture.snapshot
-        if plan is None or plan.digest != snapshot.digest or not (snapshot.from_device or capture.request.eager):
+        snapshot = capture.snapshot
+        if not (snapshot.from_device or capture.request.eager):
             return
-        capture.buffer = self.pool.take_buffer()
+        if capture.buffer is None:
+            capture.buffer = self.claim_buffer(snapshot.digest)
         if capture.buffer is not None:
             try:
                 self.load_copies(capture, capture.buffer)
@@ -102,10 +144,16 @@ class Stager:
 
     def load_copies(self, capture: Capture, buffer: CaptureBuffer) -> None:
         """Say what is to be copied into ``buffer``; copies from a device are enqueued, on the calling thread."""
-        snapshot = capture.snapshot
-        held = [buffer.copies_of(snapshot.held)]
-        if snapshot.gathered is not None:
-            held.append(buffer.cached_copies_from(snapshot.gathered))
+        snapshot, eager = capture.snapshot, capture.snapshot.eager
+        held = [buffer.copies_of({**eager.held, **capture.rescued})]
+        if eager.gathered is not None:
+            held.append(buffer.cached_copies_from(eager.gathered))
+        if eager.standing is not None:
+            standing = buffer.standing_copies(eager.plain)
+            standing.locate(eager.standing)
+            held.append(standing)
+        elif eager.plain and buffer.is_used:
+            buffer.prepare_eager(eager.plain)  # for the next save: this buffer seems to be used again and again
         if capture.only is None:
             lazy = buffer.cached_copies_of(snapshot.lazy, by_address=True)
         else:
@@ -122,9 +170,11 @@ class Stager:
             number = self._cast(ballot, encoded)
             verdict = self._agreement.wait_verdict(timeout_s=_left_s(deadline))
             if verdict.kind == "replan" and snapshot is not None:
-                plan = self._replan(number, verdict, encoded, _left_s(deadline))
+                plan = self._replan(number, verdict, snapshot, _left_s(deadline))
                 self.pool.use_plan(plan.rank_plan)
-                self.pool.add_idle(self._make_buffer(plan.rank_plan, pin=snapshot.from_device))
+                buffer = self._make_buffer(plan.rank_plan, pin=snapshot.from_device)
+                buffer.prepare_eager(snapshot.eager.plain)
+                self.pool.add_idle(buffer)
                 if plan.world is not None:
                     plan.world.complete(self._agreement.board, timeout_s=_left_s(deadline))
                 self.plan = plan
@@ -182,7 +232,7 @@ class Stager:
         if verdict.kind == "replan":
             self.plan = None  # until there is a new one: if planning fails, the next ballot asks for it again
             if failed is None:
-                plan = self._replan(number, verdict, snapshot.encoded, _left_s(deadline))
+                plan = self._replan(number, verdict, snapshot, _left_s(deadline))
                 self._copy(capture, plan)
                 self.plan = plan
             else:
@@ -212,24 +262,26 @@ class Stager:
             agreement.cast(msgspec.structs.replace(ballot, digest="", refusal=refusal), b"")
         return agreement.number
 
-    def _replan(self, number: int, verdict: Verdict, encoded: bytes, timeout_s: float) -> DeliveryPlan:
+    def _replan(self, number: int, verdict: Verdict, snapshot: Snapshot, timeout_s: float) -> DeliveryPlan:
         """A new plan; whatever comes of it, the coordinator is told: it waits for every rank."""
         board = self._agreement.board
         try:
-            plan = self._new_plan(number, verdict, encoded, timeout_s)
+            plan = self._new_plan(number, verdict, snapshot, timeout_s)
         except BaseException as error:
             tell_planned(board, number, error)
             raise
         tell_planned(board, number, plan.rank_plan)
         return plan
 
-    def _new_plan(self, number: int, verdict: Verdict, encoded: bytes, timeout_s: float) -> DeliveryPlan:
+    def _new_plan(self, number: int, verdict: Verdict, snapshot: Snapshot, timeout_s: float) -> DeliveryPlan:
         """This rank's own part of the plan agreed with save ``number``."""
-        structures = self._agreement.wait_structures(verdict, own=encoded, timeout_s=timeout_s)
+        known = {snapshot.digest: snapshot.structure}
+        structures = self._agreement.wait_structures(verdict, known=known, timeout_s=timeout_s)
         rank, digests = self._group.rank, verdict.rank_digests()
         events.count("plans_made")
-        world = WorldPlan(number, structures, digests) if rank == 0 else None
-        return DeliveryPlan(digests[rank], plan_rank(structures, digests, rank), world, structures, digests)
+        own = plan_rank(structures, digests, rank)
+        world = WorldPlan(number, structures, digests, {rank: own}) if rank == 0 else None
+        return DeliveryPlan(digests[rank], own, world, structures, digests)
 
     def _copy(self, capture: Capture, plan: DeliveryPlan) -> None:
         """Fill a buffer of ``plan``; the capture's buffer of another plan, if it has one, is given up.
@@ -241,12 +293,15 @@ class Stager:
             self.pool.use_plan(plan.rank_plan)
             buffer = self.pool.take_buffer() or self._make_buffer(plan.rank_plan, pin=capture.snapshot.from_device)
             if capture.buffer is not None:
+                if capture.snapshot.eager.placed:
+                    capture.rescued = capture.buffer.values_of(capture.snapshot.eager.plain)
                 self.put_back(capture.buffer, capture.staging)
             capture.buffer = buffer
             self.load_copies(capture, buffer)
         elif not capture.staging.is_loaded:
             self.load_copies(capture, buffer)
         capture.plan = plan
+        buffer.is_used = True
         for placed in buffer.plan.objects if capture.request.checkpoint else ():
             record = render_object(capture.snapshot.objects[placed.source], placed.capacity)
             buffer.put_object(placed, record)

@@ -4,7 +4,7 @@ Identity says nothing of that: ``tensor.data = other`` leaves the object and rep
 parts from memory is what looking costs, so tensors are looked at `TOGETHER` at a time: whoever looks at the same ones
 for something else right after finds them in a core's cache.
 
-Guarantees: changes nothing and holds no tensor. Does not look at values, versions or addresses (``staging.tripwire``).
+Guarantees: changes nothing; a guard holds no tensor. Does not look at values or versions (``staging.tripwire``).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _by_shape = attrgetter("shape", "dtype", "device")
 _by_size = attrgetter("nbytes", "dtype", "device")
 _is_contiguous: Callable[[torch.Tensor], bool] = torch.Tensor.is_contiguous
 _is_neg: Callable[[torch.Tensor], bool] = torch.Tensor.is_neg
+_address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 
 
 class KindGuard:
@@ -70,6 +71,29 @@ class LayoutGuard(KindGuard):
         return super().stands(tensors) and (
             (check is not None and self._check is check) or _plain(tensors) == self._plain
         )
+
+
+class Places:
+    """Where the memory of plain tensors is, asked again and again: as long as each is the kind of thing that it was."""
+
+    __slots__ = ("_kinds", "_tensors")
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tuple(tensors)
+        self._kinds = [
+            (start, LayoutGuard(self._tensors[start : start + TOGETHER]))
+            for start in range(0, len(self._tensors), TOGETHER)
+        ]
+
+    def addresses(self) -> list[int] | None:
+        """One for each tensor; None if one is another kind of thing by now, or has given up its memory."""
+        addresses: list[int] = []
+        for start, kind in self._kinds:
+            few = self._tensors[start : start + TOGETHER]
+            if not kind.stands(few):
+                return None
+            addresses += map(_address, few)
+        return None if 0 in addresses else addresses
 
 
 def _plain(tensors: Sequence[torch.Tensor]) -> bytes:

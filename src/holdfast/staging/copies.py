@@ -19,9 +19,10 @@ import torch
 
 from holdfast import _torch_compat as compat
 from holdfast.errors import StateMismatch
+from holdfast.staging.scatter import refuse_gone
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import numpy as np
 
@@ -33,6 +34,7 @@ SERIAL_ELEMENTS: Final = (32 << 10) - 64
 """As many as torch copies without a team of threads, which it would call for 32,768."""
 SMALL_BYTES: Final = 32 << 10
 """A block of fewer bytes has fewer elements than that, whatever its dtype."""
+_address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 
 
 @dataclass(slots=True)
@@ -66,18 +68,20 @@ class CopyItem:
 class CopyBatch:
     """Items that are copied in one go.
 
-    Whole small tensors are kept apart, ready for one foreach call: with a hundred thousand of them, looking at each
-    anew would take longer than copying.
+    Whole tensors that are small enough for torch to copy without a team of threads are kept apart, ready for one
+    foreach call: with a hundred thousand of them, looking at each anew would take longer than copying.
     """
 
-    __slots__ = ("_items", "_small_sources", "_small_targets")
+    __slots__ = ("_items", "_small", "_small_sources", "_small_targets")
 
     def __init__(self, items: Iterable[CopyItem]) -> None:
         self._items: list[CopyItem] = []
+        self._small: list[str] = []
         self._small_sources: list[torch.Tensor] = []
         self._small_targets: list[torch.Tensor] = []
         for item in items:
-            if _is_small_and_plain(item):
+            if _is_serial_and_plain(item):
+                self._small.append(item.name)
                 self._small_sources.append(item.tensor)
                 self._small_targets.append(item.target)
             else:
@@ -95,6 +99,9 @@ class CopyBatch:
 
     def _pairs(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         targets, sources = list(self._small_targets), list(self._small_sources)
+        if not all(map(_address, sources)):
+            for name, tensor in zip(self._small, sources, strict=True):
+                refuse_gone(name, tensor)
         for item in self._items:
             source, target = item.source(), item.target
             if target.numel() == 0:
@@ -107,10 +114,7 @@ class CopyBatch:
                     mismatched=(item.name,),
                 )
             if (width := _word_bytes(target, source)) > 0:
-                if source.data_ptr() == 0:
-                    raise StateMismatch(
-                        f"{item.name}: its memory was given up while it was being saved", mismatched=(item.name,)
-                    )
+                refuse_gone(item.name, source)
                 if item.cut[0] != width:
                     item.cut = (width, _pieces(target, width))
                 targets += item.cut[1]
@@ -196,13 +200,13 @@ def split_rows(item: CopyItem, max_bytes: int) -> list[CopyItem]:
     ]
 
 
-def _is_small_and_plain(item: CopyItem) -> bool:
+def _is_serial_and_plain(item: CopyItem) -> bool:
     tensor, target = item.tensor, item.target
     return (
         item.box is None
         and item.rows is None
         and compat.is_plain(tensor)
-        and 0 < target.nbytes < SMALL_BYTES
+        and 0 < target.numel() <= SERIAL_ELEMENTS
         and tensor.shape == target.shape
         and compat.has_copy_kernel(tensor.dtype)
         and compat.has_copy_kernel(target.dtype)

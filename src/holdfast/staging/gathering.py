@@ -14,20 +14,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import torch
 
 from holdfast.staging.image import PAGE_BYTES, Image
-from holdfast.staging.scatter import CAN_SCATTER, SCATTER_BYTES_MAX, Piece, Scatter, is_scattered_as_it_is
-from holdfast.tensor_kinds import TOGETHER, LayoutGuard
+from holdfast.staging.scatter import CAN_SCATTER, SCATTER_BYTES_MAX, Scatter, is_scattered_as_it_is, refuse_own
+from holdfast.tensor_kinds import Places
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from holdfast.staging.scatter import Pieces
 
 KEPT_BYTES_MAX: Final = 64 << 20
 GATHER_MIN: Final = 32
 """Fewer tensors than that are cloned as quickly."""
 
-_address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 _Addresses = np.ndarray[Any, np.dtype[np.uint64]]
 
 
@@ -40,6 +42,8 @@ class Gathered:
     """The values of one capture: ``addresses`` says where each of ``names`` lies, as long as this lives."""
 
     def __init__(self, source: GatherList, block: _Block) -> None:
+        self.tensors = source.tensors
+        """What they are the values of, in this order."""
         self.names: Sequence[str] = source.names
         self.addresses = block.addresses
         self._source = source
@@ -56,31 +60,21 @@ class GatherList:
     """Tensors that `can_gather`, by name; made once a structure. Used by the training thread, but for `keep`."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        order = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # so that each lies aligned
-        self.names = tuple(name for name, _ in order)
-        self._tensors = tuple(tensor for _, tensor in order)
-        self._kinds = [
-            (start, LayoutGuard(self._tensors[start : start + TOGETHER]))
-            for start in range(0, len(self._tensors), TOGETHER)
-        ]
-        ends = np.cumsum([tensor.nbytes for tensor in self._tensors], dtype=np.uint64)
-        self._offsets: _Addresses = ends - np.array([tensor.nbytes for tensor in self._tensors], dtype=np.uint64)
-        self._nbytes = -(-int(ends[-1]) // PAGE_BYTES) * PAGE_BYTES
-        self._pieces = [
-            Piece(index, int(offset), tensor.nbytes, index)
-            for index, (offset, tensor) in enumerate(zip(self._offsets, self._tensors, strict=True))
-        ]
+        self.tensors = tensors
+        self.names = tuple(tensors)
+        self.places = Places(list(tensors.values()))
+        sizes = np.array([tensor.nbytes for tensor in tensors.values()], dtype=np.int64)
+        offsets = np.cumsum(sizes) - sizes
+        self._offsets: _Addresses = offsets.astype(np.uint64)
+        self._nbytes = -(-int(sizes.sum()) // PAGE_BYTES) * PAGE_BYTES
+        numbers = np.arange(len(sizes))
+        self._pieces: Pieces = np.stack([numbers, offsets, sizes, numbers], axis=1)
         self._kept: list[_Block] = []
 
     def gather(self) -> Gathered | None:
         """The values as they are now; None if a tensor is another kind of thing than it was, or can't be read."""
-        addresses: list[int] = []
-        for start, kind in self._kinds:
-            few = self._tensors[start : start + TOGETHER]
-            if not kind.stands(few):
-                return None
-            addresses += map(_address, few)
-        if 0 in addresses:
+        addresses = self.places.addresses()
+        if addresses is None:
             return None
         try:
             block = self._kept.pop()
@@ -97,16 +91,12 @@ class GatherList:
 class _Block:
     """Memory for the values of one capture."""
 
-    def __init__(self, nbytes: int, offsets: _Addresses, pieces: Sequence[Piece]) -> None:
+    def __init__(self, nbytes: int, offsets: _Addresses, pieces: Pieces) -> None:
         self._image = Image(nbytes)
         self.addresses: _Addresses = offsets + np.uint64(self._image.bytes_view.data_ptr())
-        self._scatter = Scatter(self._image, pieces, _refuse)
+        self._scatter = Scatter(self._image, pieces, refuse_own)
 
     def fill(self, addresses: Sequence[int]) -> bool:
         """Copy what is at these addresses; False if some can't be read."""
         self._scatter.locate(addresses)
         return all(batch.write() for batch in self._scatter.batches)
-
-
-def _refuse(_: Sequence[int]) -> None:
-    raise AssertionError("not all that is gathered could be read")

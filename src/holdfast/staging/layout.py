@@ -10,9 +10,11 @@ Does not decide offsets (``plan.write``) and does not copy (``staging.stager``).
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 import torch
 
 from holdfast import _torch_compat as compat
@@ -27,11 +29,12 @@ from holdfast.staging.scatter import (
     Scatter,
     is_scattered_as_it_is,
     refuse_gone,
+    refuse_own,
     worth_scattering,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from holdfast.plan.write import PlacedObject, PlacedTensor, RankPlan
     from holdfast.staging.gathering import Gathered
@@ -69,6 +72,10 @@ class CaptureBuffer:
         """The number the engine knows the image by."""
         self._copies: tuple[Mapping[str, torch.Tensor], Copies] | None = None
         self._gathered: tuple[Sequence[str], Copies] | None = None
+        self._eager: tuple[Mapping[str, torch.Tensor], Copies | None] | None = None
+        self._standing: tuple[Mapping[str, torch.Tensor], Copies] | None = None
+        self.is_used = False
+        """Whether a capture has been made in it: it will be used again, so that what only later ones gain from pays."""
 
     def build(self, *, pin: bool) -> None:
         """Warm the memory and render everything that never changes. Off the training thread; takes seconds for GBs."""
@@ -137,26 +144,94 @@ class CaptureBuffer:
     def cached_copies_from(self, gathered: Gathered) -> Copies:
         """The copies that fill this buffer from gathered values; made once for all that are gathered alike."""
         if self._gathered is None or self._gathered[0] is not gathered.names:
-            pieces = [
-                payload.piece(index)
-                for index, name in enumerate(gathered.names)
-                for payload in self._payloads_of.get(name, ())
-            ]
-            self._gathered = (gathered.names, Copies.of((), Scatter(self.image, pieces, _refuse_own)))
+            eager = self.prepare_eager(gathered.tensors)
+            if eager is not None and eager.scatter is not None:  # for what is small enough to be gathered: all of it
+                copies = Copies((*(batch.strictly() for batch in eager.scatter.batches),), {}, {}, eager.scatter)
+            else:
+                pieces = [
+                    payload.piece(index)
+                    for index, name in enumerate(gathered.names)
+                    for payload in self._payloads_of.get(name, ())
+                ]
+                copies = Copies.of((), Scatter(self.image, pieces, refuse_own))
+            self._gathered = (gathered.names, copies)
         copies = self._gathered[1]
         copies.locate(gathered.addresses)
         return copies
 
-    def _item(self, tensor: torch.Tensor, payload: Payload) -> CopyItem:
+    def prepare_eager(self, tensors: Mapping[str, torch.Tensor]) -> Copies | None:
+        """Make the copies that take all of ``tensors`` at once, into places of their own, ready for `eager_copies`.
+
+        For plain, contiguous host memory. None if some have no place here that holds all of them, bit for bit: what
+        is in the image couldn't be found again by name. Takes some ten microseconds a tensor the first time.
+        """
+        if self._eager is None or self._eager[0] is not tensors:
+            self._eager = (tensors, self._copies_to_places(tensors))
+        return self._eager[1]
+
+    def _copies_to_places(self, tensors: Mapping[str, torch.Tensor]) -> Copies | None:
+        items: list[CopyItem] = []
+        indexes, offsets, sizes, places = list[int](), list[int](), list[int](), list[int]()
+        for index, (name, tensor) in enumerate(tensors.items()):
+            payloads = self._payloads_of.get(name, ())
+            if len(payloads) != 1:
+                return None
+            payload = payloads[0]
+            placed = payload.placed
+            if tensor.shape != placed.sizes or _name_of(tensor.dtype) != placed.dtype:
+                return None
+            if CAN_SCATTER and placed.nbytes <= SCATTER_BYTES_MAX:
+                indexes.append(index)
+                offsets.append(payload.image_offset)
+                sizes.append(placed.nbytes)
+                places.append(payload.place)
+            else:
+                items.append(self._item(tensor, payload))
+        if not indexes:
+            return Copies.of(items)
+
+        def copy_otherwise(sources: Sequence[int]) -> None:
+            named = list(tensors.items())
+            CopyBatch(self._item(named[at][1], self._payloads_of[named[at][0]][0]) for at in sources).copy()
+
+        pieces = np.array([indexes, offsets, sizes, places], dtype=np.int64).T
+        return Copies.of(items, Scatter(self.image, pieces, copy_otherwise))
+
+    def eager_copies(self, tensors: Mapping[str, torch.Tensor]) -> Copies | None:
+        """What `prepare_eager` has made of this very mapping, if it was asked to; to be located before use."""
+        known = self._eager
+        return known[1] if known is not None and known[0] is tensors else None
+
+    def standing_copies(self, tensors: Mapping[str, torch.Tensor]) -> Copies:
+        """The copies that fill this buffer from ``tensors`` where they are, as far as they have places; locate it."""
+        ready = self.prepare_eager(tensors)
+        if ready is None:
+            if self._standing is None or self._standing[0] is not tensors:
+                self._standing = (tensors, self.copies_of(tensors, by_address=True))
+            ready = self._standing[1]
+        return ready
+
+    def values_of(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Copies of what the image holds of these, which `prepare_eager` has found to have one place each."""
+        found = {}
+        for name in names:
+            (payload,) = self._payloads_of[name]
+            found[name] = self._view(payload).clone()
+        return found
+
+    def _view(self, payload: Payload) -> torch.Tensor:
         placed, start = payload.placed, payload.image_offset
         memory = self.image.bytes_view[start : start + placed.nbytes]
-        view = memory.view(getattr(torch, placed.dtype)).view(placed.sizes)
-        return CopyItem(placed.source, tensor, _box_within(placed, tensor), view)
+        return memory.view(getattr(torch, placed.dtype)).view(placed.sizes)
+
+    def _item(self, tensor: torch.Tensor, payload: Payload) -> CopyItem:
+        placed = payload.placed
+        return CopyItem(placed.source, tensor, _box_within(placed, tensor), self._view(payload))
 
     def close(self) -> None:
         """Let go of the views and the descriptor; the memory goes with the last view."""
         self._payloads_of.clear()
-        self._copies = self._gathered = None
+        self._copies = self._gathered = self._eager = self._standing = None
         self.image.close()
 
 
@@ -177,5 +252,6 @@ def _can_scatter(placed: PlacedTensor, tensor: torch.Tensor) -> bool:
     )
 
 
-def _refuse_own(_: Sequence[int]) -> None:
-    raise AssertionError("values that were gathered for a capture can't be read")
+@cache
+def _name_of(dtype: torch.dtype) -> str:
+    return compat.dtype_name(dtype)

@@ -18,7 +18,8 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from operator import attrgetter
+from itertools import compress
+from operator import attrgetter, not_
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ from holdfast import _torch_compat as compat
 from holdfast.errors import StateMismatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -39,6 +40,8 @@ SCATTER_BYTES_MAX: Final = 8 << 10
 """Payloads of more bytes are copied no faster than by torch."""
 _ROWS_MAX: Final = 1024
 """As many stretches of memory as one call takes (IOV_MAX)."""
+_PIECES_MAX: Final = _ROWS_MAX // 2
+"""Of one call: each may have final bytes before it."""
 _BATCH_CALLS: Final = 2
 _RUN_MIN: Final = 3
 
@@ -55,6 +58,8 @@ class Piece(NamedTuple):
     place: int
 
 
+Pieces = np.ndarray[Any, np.dtype[np.int64]]
+"""A row of such numbers for each piece."""
 _offset = attrgetter("offset")
 
 
@@ -84,12 +89,12 @@ class _Rows:
 
     __slots__ = ("__weakref__", "_fd", "_memory", "table")
 
-    def __init__(self, image: Image, rows: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, image: Image, table: np.ndarray[Any, np.dtype[np.uint64]]) -> None:
         # Its own: a buffer may be given up, and its image closed, while another thread still copies into it.
         self._fd = os.dup(image.fd)
         weakref.finalize(self, os.close, self._fd).atexit = False  # other threads may still copy then
         self._memory = image.bytes_view
-        self.table = np.array(rows, dtype=np.uint64).reshape(-1, 2)
+        self.table = table
 
     def write(self, call: _Call) -> bool:
         start = self.table.ctypes.data + self.table.strides[0] * call.first_row
@@ -113,40 +118,51 @@ class ScatterBatch:
         if not self.write():
             self._otherwise(self.sources)
 
+    def strictly(self) -> ScatterBatch:
+        """The same, for sources that nothing else may stand in for."""
+        return ScatterBatch(self._rows, self.calls, self.sources, refuse_own)
+
     def write(self) -> bool:
         """Make the copies; False if not all that was to be read could be."""
         return all(map(self._rows.write, self.calls))
 
 
+def refuse_own(_: Sequence[int]) -> None:
+    """Of memory that is the capture's own."""
+    raise AssertionError("values that were gathered for a capture can't be read")
+
+
 class Scatter:
     """All pieces of one structure in one image, once sorted, for ever. One capture at a time."""
 
-    def __init__(self, image: Image, pieces: Iterable[Piece], otherwise: Otherwise) -> None:
-        base = image.bytes_view.data_ptr()
-        rows: list[tuple[int, int]] = []
-        row_of: list[int] = []
-        source_of: list[int] = []
+    def __init__(self, image: Image, pieces: Sequence[Piece] | Pieces, otherwise: Otherwise) -> None:
+        columns = np.array(pieces, dtype=np.int64).reshape(-1, 4)
+        source, offset, nbytes, place = columns[np.argsort(columns[:, 1], kind="stable")].T
+        count, end = len(offset), offset + nbytes
+        follows = np.zeros(count, dtype=bool)  # the piece before, in the same call
+        follows[1:] = place[1:] == place[:-1] + 1
+        starts = np.flatnonzero(~follows)
+        within = np.arange(count) - np.repeat(starts, np.diff(np.append(starts, count)))
+        follows &= within % _PIECES_MAX != 0
+        apart = follows.copy()
+        apart[1:] &= offset[1:] > end[:-1]
+        self._at = np.cumsum(apart + 1) - 1
+        table = np.zeros((int(self._at[-1]) + 1 if count else 0, 2), dtype=np.uint64)
+        table[self._at, 1] = nbytes
+        between = np.flatnonzero(apart)
+        table[self._at[between] - 1, 0] = image.bytes_view.data_ptr() + end[between - 1]
+        table[self._at[between] - 1, 1] = offset[between] - end[between - 1]
+        self._from = source
+        self._rows = _Rows(image, table)
         cut: list[tuple[list[_Call], list[int]]] = [([], [])]
-        first, offset, end, place = 0, 0, 0, -2
-        for piece in sorted(pieces, key=_offset):
-            if piece.place != place + 1 or len(rows) - first > _ROWS_MAX - 2:
-                if rows:
-                    cut[-1][0].append(_Call(first, len(rows) - first, offset, end - offset))
-                if len(cut[-1][0]) >= _BATCH_CALLS and len(cut[-1][1]) >= _ROWS_MAX // 2:
-                    cut.append(([], []))
-                first, offset = len(rows), piece.offset
-            elif piece.offset > end:
-                rows.append((base + end, piece.offset - end))
-            row_of.append(len(rows))
-            source_of.append(piece.source)
-            cut[-1][1].append(piece.source)
-            rows.append((0, piece.nbytes))
-            end, place = piece.offset + piece.nbytes, piece.place
-        if rows:
-            cut[-1][0].append(_Call(first, len(rows) - first, offset, end - offset))
-        self._rows = _Rows(image, rows)
-        self._at = np.array(row_of, dtype=np.intp)
-        self._from = np.array(source_of, dtype=np.intp)
+        firsts = np.flatnonzero(~follows).tolist()
+        for first, stop in zip(firsts, [*firsts[1:], count], strict=True):
+            if len(cut[-1][0]) >= _BATCH_CALLS and len(cut[-1][1]) >= _ROWS_MAX // 2:
+                cut.append(([], []))
+            row, start = int(self._at[first]), int(offset[first])
+            rows = int(self._at[stop - 1]) + 1 - row
+            cut[-1][0].append(_Call(row, rows, start, int(end[stop - 1]) - start))
+            cut[-1][1].extend(source[first:stop].tolist())
         self.batches = [ScatterBatch(self._rows, calls, sources, otherwise) for calls, sources in cut if calls]
 
     def locate(self, addresses: Sequence[int] | np.ndarray[Any, np.dtype[np.uint64]]) -> None:
@@ -165,18 +181,14 @@ def is_scattered_as_it_is(tensor: torch.Tensor) -> bool:
     )
 
 
-def worth_scattering(pieces: Iterable[Piece]) -> tuple[list[Piece], list[Piece]]:
+def worth_scattering(pieces: Sequence[Piece]) -> tuple[list[Piece], list[Piece]]:
     """Those that stand together, and those that stand alone: a call for each of these would be no gain."""
-    together: list[Piece] = []
-    alone: list[Piece] = []
-    run: list[Piece] = []
-    for piece in sorted(pieces, key=_offset):
-        if run and piece.place != run[-1].place + 1:
-            (together if len(run) >= _RUN_MIN else alone).extend(run)
-            run = []
-        run.append(piece)
-    (together if len(run) >= _RUN_MIN else alone).extend(run)
-    return together, alone
+    ordered = sorted(pieces, key=_offset)
+    place = np.array([piece.place for piece in ordered], dtype=np.int64)
+    starts = np.flatnonzero(np.append(True, np.diff(place) != 1)) if ordered else place
+    lengths = np.diff(np.append(starts, len(ordered)))
+    together = np.repeat(lengths >= _RUN_MIN, lengths).tolist()
+    return list(compress(ordered, together)), list(compress(ordered, map(not_, together)))
 
 
 def refuse_gone(name: str, tensor: torch.Tensor) -> None:
