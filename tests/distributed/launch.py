@@ -6,6 +6,7 @@ Starting a rank and importing torch costs more than most checks, so four ranks a
 after the other, each as a world of its own: a gloo group of its ``nproc`` ranks, the others standing by. A job may in
 turn be several worlds (`in_world`). If any rank fails or the deadline passes, everything is killed, the test fails with
 each rank's stderr (a rank that hangs shows where), and the next job gets new processes. Arguments travel as strings.
+Jobs of more than four ranks are for slow tests: they have processes of their own, which live as long.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
 RANKS = 4
+RANKS_MAX = 7
 TAIL_CHARS = 6000
 LOOK_S = 0.02
 TRACE_S = 1.0
@@ -46,11 +48,12 @@ WORLD_TIMEOUT_S = 150.0
 def run_job(
     function: Callable[..., None], *, nproc: int, args: Sequence[object] = (), timeout_s: float = 110.0
 ) -> None:
-    """Call ``function(*args)`` on ``nproc`` ranks (at most 4); returns when all have ended well."""
-    assert nproc <= RANKS
-    if not _launched:
-        _launched.append(_Launched())
-    launched = _launched[0]
+    """Call ``function(*args)`` on ``nproc`` ranks (at most 7); returns when all have ended well."""
+    assert nproc <= RANKS_MAX
+    ranks = RANKS if nproc <= RANKS else RANKS_MAX
+    if ranks not in _launched:
+        _launched[ranks] = _Launched(ranks)
+    launched = _launched[ranks]
     try:
         problem = launched.wait_done(function, nproc, [str(arg) for arg in args], timeout_s)
     except BaseException:
@@ -59,7 +62,7 @@ def run_job(
     finally:
         if problem is not None:
             report = launched.end()
-            _launched.clear()
+            del _launched[ranks]
     if problem is not None:
         pytest.fail(f"{function.__name__} {problem}\n{report}", pytrace=False)
 
@@ -67,7 +70,7 @@ def run_job(
 class _Launched:
     """A running torchrun whose ranks look for jobs in a directory. Nothing of it outlives this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int) -> None:
         self._place = Path(tempfile.mkdtemp(prefix="holdfast-ranks-"))
         self._jobs = itertools.count()
         inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
@@ -75,7 +78,7 @@ class _Launched:
         with (self._place / "launcher.log").open("w") as log:
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"),
+                    *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
                     *("--log-dir", str(self._place / "logs"), "--redirects", "3"),
                     *(__file__, str(self._place), str(os.getpid())),
                 ],
@@ -125,7 +128,7 @@ class _Launched:
         return "\n".join(said)
 
 
-_launched: list[_Launched] = []
+_launched: dict[int, _Launched] = {}
 
 
 # on the ranks ----------------------------------------------------------------------------------------------------

@@ -1,11 +1,10 @@
-"""Weights from publisher ranks to receivers, in processes of their own: any number of each, any placement of each.
+"""Weights from publisher ranks to receivers, in processes of their own: mistakes, damage, what is kept, what changed.
 
-The ranks of one job play both: the first publish, as a group of their own, the others receive.
+What arrives of every version, from any number of ranks at any number: test_sync_versions.py.
 """
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -13,154 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import run_job
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from worlds import Net, fill, fsdp, tensor_parallel
+from sync_sides import TIMEOUT_S, assert_same_bits, roles, sharded, transport_of, whole_of
 
 import holdfast
 from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, DeadlineExceeded, StateMismatch
-
-TIMEOUT_S = 20.0
-VERSIONS = 50
-DTYPES = (
-    *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.uint8, torch.bool),
-    *(torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.complex32),
-)
-_jobs = itertools.count()
-
-
-def transport_of(kind: str, place: Path, group: Any = None) -> Any:
-    if kind == "shared memory":
-        return holdfast.sync.SharedMemoryTransport(place, process_group=group, peer_timeout_s=10.0)
-    return holdfast.sync.ProcessGroupTransport(place, "gloo", process_group=group, peer_timeout_s=10.0)
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    local = local.detach().contiguous()
-    return local.reshape(-1).view(torch.uint8) if local.numel() else torch.empty(0, dtype=torch.uint8)
-
-
-def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str) -> None:
-    assert list(found) == list(expected)
-    for name, tensor in expected.items():
-        assert torch.equal(bits(found[name]), bits(tensor)), f"{what}: {name} differs"
-
-
-def whole_of(version: int) -> dict[str, torch.Tensor]:
-    """A small state with every dtype, and shapes that are easy to get wrong; the values follow from the version."""
-    generator = torch.Generator().manual_seed(version)
-    state: dict[str, torch.Tensor] = {}
-    for dtype in DTYPES:
-        raw = torch.randint(0, 256, (13 * 6 * dtype.itemsize,), generator=generator, dtype=torch.uint8)
-        raw = raw % 2 if dtype == torch.bool else raw
-        state[f"of.{str(dtype).removeprefix('torch.')}"] = raw.view(dtype).view(13, 6)
-    state["scalar"] = torch.tensor(float(version))
-    state["none"] = torch.empty(0, 4)
-    state["turned"] = torch.randn(5, 9, generator=generator).t()
-    state["large"] = torch.randn(50, 40, generator=generator)
-    return state
-
-
-def sharded(whole: dict[str, torch.Tensor], mesh: DeviceMesh, dim: int) -> dict[str, torch.Tensor]:
-    """Those of two dimensions cut along ``dim``; each rank has the same whole state to begin with."""
-    floats = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-    return {
-        name: distribute_tensor(tensor, mesh, [Shard(dim)], src_data_rank=None)
-        if tensor.dim() == 2 and tensor.dtype in floats and tensor.numel()
-        else tensor
-        for name, tensor in whole.items()
-    }
-
-
-def roles(publishers: int) -> tuple[bool, Any, DeviceMesh | None]:
-    """Whether this rank publishes, the group and the mesh of its role; the mesh is None for one alone."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    sides = [list(range(publishers)), list(range(publishers, world))]
-    groups = [dist.new_group(side) for side in sides]
-    mine = 0 if rank < publishers else 1
-    mesh = DeviceMesh.from_group(groups[mine], "cpu") if len(sides[mine]) > 1 else None
-    return not mine, groups[mine], mesh
-
-
-# every version, bit by bit ---------------------------------------------------------------------------------------
-
-
-def versions_in_a_row(place: str, kind: str, publishers: str, bypass: str) -> None:
-    publishes, group, mesh = roles(int(publishers))
-    receivers = dist.get_world_size() - int(publishers)
-    transport = transport_of(kind, Path(place), group)
-    if publishes:
-        options = {"bucket_bytes": 2048, "bypass_cpu": bypass == "True", "receivers": receivers}
-        with holdfast.sync.Publisher(transport, **options) as publisher:
-            for version in range(1, VERSIONS + 1):
-                whole = whole_of(version)
-                weights = sharded(whole, mesh, 0) if mesh is not None else whole
-                published = publisher.publish(weights, version, timeout=TIMEOUT_S)
-                assert published.version == version
-                if bypass == "True":
-                    assert (published.receivers, published.lost) == (receivers, 0)
-                else:
-                    dist.barrier()
-            dist.barrier()
-        return
-    into = {name: torch.zeros_like(tensor) for name, tensor in whole_of(0).items()}
-    if mesh is not None:
-        into = sharded(into, mesh, 1)
-    with holdfast.sync.Receiver(transport) as receiver:
-        for version in range(1, VERSIONS + 1):
-            assert receiver.receive(into, timeout=TIMEOUT_S) == version == receiver.version
-            assert not receiver.dirty
-            expected = whole_of(version)
-            assert_same_bits(into, sharded(expected, mesh, 1) if mesh is not None else expected, f"version {version}")
-            if bypass != "True":
-                dist.barrier()
-        dist.barrier()
-
-
-@pytest.mark.parametrize("kind", ["shared memory", "gloo"])
-@pytest.mark.parametrize(("publishers", "receivers"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_fifty_versions_in_a_row_arrive_bit_by_bit(tmp_path: Path, kind: str, publishers: int, receivers: int) -> None:
-    bypass = (publishers + receivers) % 2 == 0
-    run_job(versions_in_a_row, nproc=publishers + receivers, args=[tmp_path, kind, publishers, bypass])
-
-
-# models ----------------------------------------------------------------------------------------------------------
-
-
-def fsdp_to_tensor_parallel(place: str, kind: str) -> None:
-    publishes, group, mesh = roles(2)
-    assert mesh is not None
-    transport = transport_of(kind, Path(place), group)
-    if publishes:
-        with holdfast.sync.Publisher(transport, bucket_bytes=512, receivers=2) as publisher:
-            for version in range(3):
-                model = Net()
-                fill(model, f"version {version}")
-                model = fsdp(model, mesh)
-                publisher.publish(dict(model.named_parameters()), version, timeout=TIMEOUT_S)
-            dist.barrier()
-        return
-    model = Net()
-    fill(model, "before")
-    model = tensor_parallel(model, mesh)
-    mean = model.mean.clone()
-    with holdfast.sync.Receiver(transport) as receiver:
-        for version in range(3):
-            assert receiver.receive(model, timeout=TIMEOUT_S, streaming=version == 1) == version
-            expected = Net()
-            fill(expected, f"version {version}")
-            expected = tensor_parallel(expected, mesh)
-            found = dict(model.named_parameters())
-            assert_same_bits(found, dict(expected.named_parameters()), f"version {version}")
-            assert torch.equal(model.mean, mean)  # a buffer that isn't published
-        dist.barrier()
-
-
-@pytest.mark.parametrize("kind", ["shared memory", "gloo"])
-def test_a_model_goes_from_two_ranks_of_fsdp_to_two_of_tensor_parallelism(tmp_path: Path, kind: str) -> None:
-    run_job(fsdp_to_tensor_parallel, nproc=4, args=[tmp_path, kind])
-
 
 # mistakes --------------------------------------------------------------------------------------------------------
 
@@ -256,7 +111,7 @@ def versions_are_kept(place: str) -> None:
             dist.barrier()
             dist.barrier()
         return
-    into = {name: torch.zeros_like(tensor) for name, tensor in whole_of(0).items()}
+    into = whole_of(0)
     with holdfast.sync.Receiver(transport) as receiver:
         dist.barrier()
         asked = [None, 1, 3, 4] if dist.get_rank() == 2 else [1, 4, 3, 1]
@@ -320,7 +175,7 @@ def damage_is_caught(place: str, streams: str) -> None:
             assert publisher.publish(whole_of(2), 2, timeout=TIMEOUT_S).receivers == 1
             dist.barrier()
         return
-    into = {name: torch.zeros_like(tensor) for name, tensor in whole_of(0).items()}
+    into = whole_of(0)
     streaming = streams == "True"
     with holdfast.sync.Receiver(transport_of("shared memory", Path(place))) as receiver:
         with pytest.raises(CheckpointCorrupt, match="did not arrive as it was sent"):
@@ -328,7 +183,7 @@ def damage_is_caught(place: str, streams: str) -> None:
         assert receiver.version is None
         assert receiver.dirty == streaming
         if not streaming:
-            assert not any(bits(tensor).any() for tensor in into.values())
+            assert_same_bits(into, whole_of(0), "after damage")
         dist.barrier()
         assert receiver.receive(into, timeout=TIMEOUT_S) == 2
         assert not receiver.dirty
