@@ -15,6 +15,7 @@ from launch import run_job
 from sync_sides import TIMEOUT_S, assert_same_bits, roles, sharded, transport_of, whole_of
 
 import holdfast
+from holdfast import _torch_compat as compat
 from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, DeadlineExceeded, StateMismatch
 
 # mistakes --------------------------------------------------------------------------------------------------------
@@ -273,3 +274,37 @@ def only_changes_travel(place: str, bypass: str) -> None:
 @pytest.mark.parametrize("bypass", [True, False])
 def test_only_what_has_changed_travels_and_now_and_then_all_of_it(tmp_path: Path, bypass: bool) -> None:
     run_job(only_changes_travel, nproc=4, args=[tmp_path, bypass])
+
+
+# what is left behind ---------------------------------------------------------------------------------------------
+
+
+def nothing_grows(place: str, bypass: str) -> None:
+    publishes, group, _ = roles(2)
+    transport = transport_of("shared memory", Path(place) / "rendezvous", group)
+    store, counts = compat.store_of(dist.group.WORLD), []
+    if publishes:
+        options: dict[str, Any] = {"bypass_cpu": bypass == "True", "atomic_fleet": bypass == "True"}
+        with holdfast.sync.Publisher(transport, **options) as publisher:
+            for version in range(1, 24):
+                if version == 10:
+                    mistaken = {"a": torch.ones(3, dtype=torch.float32 if dist.get_rank() else torch.int32)}
+                    with pytest.raises(StateMismatch, match="a"):
+                        publisher.publish(mistaken, version, timeout=TIMEOUT_S)
+                publisher.publish({"a": torch.full((2 + version % 3,), version)}, version, timeout=TIMEOUT_S)
+                dist.barrier()
+                dist.barrier()
+        return
+    with holdfast.sync.Receiver(transport) as receiver:
+        for version in range(1, 24):
+            got: dict[str, torch.Tensor] = {}
+            assert receiver.receive(got.__setitem__, timeout=TIMEOUT_S) == version
+            dist.barrier()
+            counts.append((store.num_keys(), len(list((Path(place) / "rendezvous").iterdir()))))
+            dist.barrier()
+    assert len(set(counts[2:])) == 1, counts
+
+
+@pytest.mark.parametrize("bypass", [True, False])
+def test_nothing_that_ranks_tell_one_another_is_left_behind(tmp_path: Path, bypass: bool) -> None:
+    run_job(nothing_grows, nproc=3, args=[tmp_path, bypass])

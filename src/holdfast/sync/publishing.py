@@ -97,6 +97,8 @@ class LinkedPublishing:
         self._history = History(full_every=options.full_every) if options.delta else None
         self._history_lock = threading.Lock()
         self._round = 0
+        self._first_round = 0
+        """Of those that are on the board; rank 0's count."""
         self._newest_out = -1
         self._offered: set[int] = set()
 
@@ -190,15 +192,14 @@ class LinkedPublishing:
             timeout_s=deadline.left_s(),
             waiting_for="all publisher ranks to publish this version",
         )
+        if self._group.rank == 0:
+            self._forget_rounds()
         found = sorted((msgspec.msgpack.decode(entry, type=_Looks) for entry in entries or ()), key=lambda it: it.rank)
         for said in found:
             if said.failure is not None:
                 raise said.failure.cause()
             if said.encoded is not None and said.digest not in self._structures:
                 self._structures[said.digest] = decode_structure(said.encoded)
-        if self._group.rank == 0 and self._round > 1:
-            # All ranks are here, so none will look at what they said last time.
-            self._group.board.delete_list(f"looks/{self._round - 2}")
         return tuple(said.digest for said in found)
 
     def _say(self, looks: _Looks) -> str:
@@ -207,6 +208,12 @@ class LinkedPublishing:
         self._round += 1
         self._group.board.append(key, msgspec.msgpack.encode(looks))
         return key
+
+    def _forget_rounds(self) -> None:
+        """All ranks have spoken in the last round, so none will look at what was said in those before."""
+        while self._first_round < self._round - 1:
+            self._group.board.delete_list(f"looks/{self._first_round}")
+            self._first_round += 1
 
     def _note_sums(self, version: int, outgoing: Outgoing, pieces: list[Local]) -> None:
         if self._history is not None:
@@ -292,6 +299,8 @@ def _meet(group: Group, sock: socket.socket, channels: Channels, host: str | Non
         return msgspec.msgpack.decode(told, type=Places)
     keys = [f"place/{rank}" for rank in range(1, group.world)]
     found = board.gather(keys, timeout_s=_MEET_S, waiting_for="all ranks to make their publisher") if keys else []
+    for key in keys:
+        board.delete(key)
     others = [msgspec.msgpack.decode(place, type=Place) for place in found]
     places = Places(secrets.token_hex(8), secrets.token_hex(16), (mine, *others))
     board.set("places", msgspec.msgpack.encode(places))
