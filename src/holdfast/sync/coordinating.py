@@ -44,6 +44,8 @@ RETRIES: Final = 3
 """So often a session is begun again for a channel that broke, one after the other."""
 _MISTAKES: Final = (StateMismatch, ConfigError, CheckpointCorrupt)
 """What a member may say that `publish` raises too: both sides have something to put right."""
+AGAIN_S: Final = 0.5
+"""A receiver that got a wrong byte, and asks again within this, gets the version from the same `publish`."""
 NEWS_S: Final = 0.25
 """That a publisher rank has ended is heard about as soon on every link, but a member's word for it may come first."""
 
@@ -167,7 +169,8 @@ class Coordinator:
                 fits.setdefault(version, []).append(guest)
         direct, tally = offers.direct(), offers.tally
         was_sent = tally.sessions > 0 or tally.mistake is not None
-        if direct is not None and direct.version in available and direct.version not in fits and was_sent:
+        is_over = was_sent and time.monotonic() >= tally.again_until
+        if direct is not None and direct.version in available and direct.version not in fits and is_over:
             offers.finish(direct.version, tally.mistake)
             direct = None
         if not fits:
@@ -202,7 +205,7 @@ class Coordinator:
                 field="version",
             )
             _log.error("%s", error)
-            self._offers.tally.mistake = self._offers.tally.mistake or error
+            self._offers.tally.mistakes.setdefault(guest.name, error)
             self._refuse(guest, error)
             guest.settled = newest
         return None
@@ -374,13 +377,15 @@ class Coordinator:
             self._host.pump(lambda: time.monotonic() >= until)  # raises if that rank is gone
         for member in session.members:
             if member.state == "committed":
-                tally.committed.add(member.name)
+                tally.got(member.name)
             elif member.state in ("failed", "lost") and member.reason is not None:
                 tally.lost[member.name] = member.reason.message
                 cause = member.reason.cause()
                 _log.error("receiver %s did not get version %d: %s", member.name, session.version, cause)
                 if isinstance(cause, _MISTAKES):
-                    tally.mistake = tally.mistake or cause
+                    tally.mistakes[member.name] = cause
+                if isinstance(cause, CheckpointCorrupt):
+                    tally.again_until = time.monotonic() + AGAIN_S
         if offered.direct and error is not None:
             self._offers.finish(offered.version, error)
 

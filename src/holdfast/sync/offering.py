@@ -41,8 +41,22 @@ class Tally:
 
     committed: set[str] = field(default_factory=set)
     lost: dict[str, str] = field(default_factory=dict)
-    mistake: HoldfastError | None = None
+    mistakes: dict[str, HoldfastError] = field(default_factory=dict)
+    """What receivers had to say that `publish` raises too, by their names."""
     sessions: int = 0
+    again_until: float = 0.0
+    """Somebody to whom it didn't come as it was sent may ask again."""
+
+    @property
+    def mistake(self) -> HoldfastError | None:
+        """The first of them."""
+        return next(iter(self.mistakes.values()), None)
+
+    def got(self, name: str) -> None:
+        """A receiver has committed it, if not at once."""
+        self.committed.add(name)
+        self.lost.pop(name, None)
+        self.mistakes.pop(name, None)
 
 
 class Offers:
