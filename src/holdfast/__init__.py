@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         StateChangedWhileStaging,
         StateMismatch,
         StorageError,
+        WeightsDirty,
     )
     from holdfast.events import add_hook, statistics
     from holdfast.export.hf_export import HFExport
@@ -63,6 +64,7 @@ _HOME = {
         "StateChangedWhileStaging",
         "StateMismatch",
         "StorageError",
+        "WeightsDirty",
     ),
     "holdfast.events": ("add_hook", "statistics"),
     "holdfast.export.hf_export": ("HFExport",),
@@ -103,6 +105,7 @@ __all__ = [
     "StorageError",
     "TensorInfo",
     "VerifyReport",
+    "WeightsDirty",
     "__version__",
     "add_hook",
     "async_save",

@@ -16,6 +16,7 @@ a save in flight                    SaveFailed                  save again; trai
                                     OutcomeUnknown              restart: the next start settles it
                                     CallbackFailed              the checkpoint stands; fix the callback
 a weight version on its way         PeerLost                    receive or publish again; look why the peer ended
+                                    WeightsDirty                receive a whole version first
 
 Guarantees: all are picklable and keep their attributes; ``str()`` says what failed, where, what was expected and
 found, and what to do next. This module imports nothing but the standard library: the engine raises these too.
@@ -208,3 +209,7 @@ class PeerLost(HoldfastError, ConnectionError):
         self.peer = peer
         self.phase = phase
         self.version = version
+
+
+class WeightsDirty(HoldfastError):
+    """A module was called while its weights may be a mix of versions: a streaming receive is under way, or failed."""

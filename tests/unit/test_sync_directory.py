@@ -245,6 +245,8 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
             transport(tmp_path, prefix=prefix)
     with pytest.raises(ConfigError, match="root"):
         DirectoryTransport("")
+    with pytest.raises(ConfigError, match="s3://bucket/versions: object stores are not in this release"):
+        DirectoryTransport("s3://bucket/versions")
     with pytest.raises(ConfigError, match="commit together"):
         Publisher(transport(tmp_path), atomic_fleet=True)
     with pytest.raises(ConfigError, match="key_map"):

@@ -5,6 +5,7 @@ What needs processes of their own is in tests/distributed/test_sync.py and tests
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -17,11 +18,20 @@ import msgspec
 import pytest
 import torch
 
-from holdfast.errors import CheckpointNotFound, ConfigError, DeadlineExceeded, OutcomeUnknown, PeerLost
+from holdfast.errors import (
+    CheckpointCorrupt,
+    CheckpointNotFound,
+    ConfigError,
+    DeadlineExceeded,
+    OutcomeUnknown,
+    PeerLost,
+    WeightsDirty,
+)
 from holdfast.store_client import BoardLost
 from holdfast.sync import Publisher, Receiver, SharedMemoryTransport, messages
 from holdfast.sync.links import Link
 from holdfast.sync.rendezvous import PLACES, DirectoryRendezvous, Places
+from holdfast.sync.transports.shared_memory import SendSlots
 
 TIMEOUT_S = 20.0
 Start = Callable[..., "Future[Any]"]
@@ -193,6 +203,112 @@ def test_a_member_that_can_ask_nobody_says_so(tmp_path: Path, start: Start, monk
         with pytest.raises(PeerLost):
             published.result()
         assert holds(into, 0)
+
+
+# what did not arrive as it was sent ------------------------------------------------------------------------------
+
+
+def damage(monkeypatch: pytest.MonkeyPatch, buckets: int) -> None:
+    """A bit of each of the next ``buckets`` is flipped after it was packed and hashed."""
+    plain, left = SendSlots.start, list(range(buckets))
+
+    def start(slots: SendSlots, seq: int, nbytes: int, lane: Any) -> None:
+        if left:
+            left.pop()
+            slots.slot(seq % 2)[nbytes // 2] ^= 4
+        plain(slots, seq, nbytes, lane)
+
+    monkeypatch.setattr(SendSlots, "start", start)
+
+
+def test_who_asks_again_at_once_gets_the_version_from_the_same_publish(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    into = places()
+    with Publisher(transport(tmp_path)) as publisher, Receiver(transport(tmp_path)) as receiver:
+        damage(monkeypatch, 2)
+        published = start(publisher.publish, weights(1), 1, TIMEOUT_S)
+        for _ in range(2):
+            with pytest.raises(CheckpointCorrupt, match="bucket 0 of version 1"):
+                receiver.receive(into, timeout=TIMEOUT_S)
+            assert holds(into, 0)
+        assert receiver.receive(into, timeout=TIMEOUT_S) == 1
+        assert holds(into, 1)
+        assert (published.result().receivers, published.result().lost) == (1, 0)
+        with pytest.raises(DeadlineExceeded, match="newer than 1"):
+            receiver.receive(into, timeout=0.1)
+        with pytest.raises(ConfigError, match="isn't greater than 1"):
+            publisher.publish(weights(1), 1)
+
+
+def test_a_version_that_nobody_has_committed_can_be_published_again(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    into = places()
+    with Publisher(transport(tmp_path), atomic_fleet=True) as publisher, Receiver(transport(tmp_path)) as receiver:
+        damage(monkeypatch, 1)
+        published = start(publisher.publish, weights(1), 1, TIMEOUT_S)
+        with pytest.raises(CheckpointCorrupt):
+            receiver.receive(into, timeout=TIMEOUT_S)
+        with pytest.raises(CheckpointCorrupt):
+            published.result()
+        published = start(publisher.publish, weights(1), 1, TIMEOUT_S)
+        assert receiver.receive(into, timeout=TIMEOUT_S) == 1
+        assert published.result().receivers == 1
+        assert holds(into, 1)
+
+
+def test_a_publisher_that_starts_again_with_the_version_that_is_out_is_refused(tmp_path: Path) -> None:
+    into = places()
+    with Receiver(transport(tmp_path)) as receiver:
+        for error in (None, ConfigError):
+            with Publisher(transport(tmp_path), bypass_cpu=False) as publisher:
+                publisher.publish(weights(1), 1)
+                if error is None:
+                    assert receiver.receive(into, timeout=TIMEOUT_S) == 1
+                else:
+                    with pytest.raises(error, match="has version 1 of an earlier publisher"):
+                        receiver.receive(into, timeout=TIMEOUT_S)
+        assert holds(into, 1)
+
+
+def test_a_module_that_was_streamed_to_in_part_is_not_served_before_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = [torch.nn.Linear(30, 20) for _ in range(3)]
+    served, other = torch.nn.Linear(30, 20), torch.nn.Linear(30, 20)
+    batch = torch.randn(2, 30)
+    with (
+        Publisher(transport(tmp_path), 1024, bypass_cpu=False) as publisher,
+        Receiver(transport(tmp_path)) as receiver,
+    ):
+        for version, model in enumerate(trained[:2], 1):
+            publisher.publish(model.state_dict(), version)
+        assert receiver.receive(served, version=1, timeout=TIMEOUT_S) == 1
+        damage(monkeypatch, 1)
+        with pytest.raises(CheckpointCorrupt):
+            receiver.receive(served, timeout=TIMEOUT_S, streaming=True)
+        for attempt in (lambda: None, lambda: receiver.receive(served, version=7, timeout=0.1, streaming=True)):
+            with contextlib.suppress(DeadlineExceeded):
+                attempt()
+            assert receiver.dirty
+            assert receiver.version == 1
+            with pytest.raises(WeightsDirty, match="parts of two versions"):
+                served(batch)
+        other(batch)
+        assert receiver.receive(served, version=1, timeout=TIMEOUT_S) == 1  # what it had is no longer there whole
+        assert torch.equal(served(batch), trained[0](batch))
+        damage(monkeypatch, 1)
+        with pytest.raises(CheckpointCorrupt):
+            receiver.receive(served, timeout=TIMEOUT_S, streaming=True)
+        assert receiver.receive(served, timeout=TIMEOUT_S, streaming=True) == 2
+        assert not receiver.dirty
+        assert torch.equal(served(batch), trained[1](batch))
+        damage(monkeypatch, 1)
+        with pytest.raises(CheckpointCorrupt):
+            receiver.receive(served, version=2, timeout=TIMEOUT_S, streaming=True)
+        assert receiver.receive(served, timeout=TIMEOUT_S) == 2  # though it isn't newer
+        assert torch.equal(served(batch), trained[1](batch))
 
 
 # silence ---------------------------------------------------------------------------------------------------------

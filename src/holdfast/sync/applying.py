@@ -5,8 +5,9 @@
     Calls         a destination that is a function, which is called with whole tensors
 
 Guarantees: until `commit` (or, streaming, the first `memory`) nothing of the user's is touched. A destination is dirty
-from the first byte written to a live tensor, or the first call, until all of them are. What a function is given is
-its own: no later version is written there. A parameter that is tied is received once.
+from the first byte written to a live tensor, or the first call, until all of them are; a module refuses to be called
+meanwhile (``sync.refusing``). What a function is given is its own: no later version is written there. A parameter that
+is tied is received once.
 Assumes: nobody writes to live tensors, or replaces them, during a receive.
 Does not: know buckets or peers.
 """
@@ -25,6 +26,7 @@ from holdfast.state.entries import known_dtype, local_tensor, torch_dtype
 from holdfast.state.modules import ModuleSource
 from holdfast.sync.layout import mismatch
 from holdfast.sync.pieces import copy_all, named_tensors
+from holdfast.sync.refusing import allow_calls, refuse_calls
 from holdfast.sync.seam import TensorInfo
 
 if TYPE_CHECKING:
@@ -150,8 +152,8 @@ class LiveTensors:
     def memory(self, name: str) -> torch.Tensor:
         live = self._wanted[name]
         if self.streaming:
-            self.dirty = True
-            self._kept.live = None
+            if not self.dirty:
+                self._touch()
             return live.detach()
         self._kept.version = None
         memory = self._kept.shadow.get(name)
@@ -165,12 +167,18 @@ class LiveTensors:
 
     def commit(self) -> None:
         if not self.streaming:
-            self.dirty = True
-            self._kept.live = None
+            self._touch()
             lives = [local_tensor(live) for live in self._wanted.values()]
             copy_all(lives, [local_tensor(self._kept.shadow[name]) for name in self._wanted])
             _finish(lives)
         self.dirty = False
+        allow_calls(self.into)
+
+    def _touch(self) -> None:
+        """Live tensors are about to be written to."""
+        self.dirty = True
+        self._kept.live = None
+        refuse_calls(self.into)
 
     def abandon(self) -> None:
         self._wanted = {}
