@@ -20,7 +20,7 @@ LAST = 4
 PATIENCE_S = 45.0
 OF_RECEIVERS = ("Hello", "Ask", "Wants", "Taken", "Committed")
 OF_PUBLISHERS = ("Begin", "Table", "Plan", "Bucket")
-OF_OTHER_RANKS = ("Peer", "Offer", "Table", "Bucket")
+OF_OTHER_RANKS = ("Peer", "Offer", "Table", "Plan", "Bucket")
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_a_publisher_rank_that_dies_is_named_on_both_sides(
     nursery: Nursery, tmp_path: Path, tried: Counter[str], kind: str, word: str
 ) -> None:
     base = {"place": str(tmp_path / "place"), "kind": kind}
-    number = {"Bucket": 6, "Table": 2, "Offer": 2, "Peer": 1}[word]
+    number = {"Bucket": 6, "Table": 2, "Plan": 2, "Offer": 2, "Peer": 1}[word]
     ranks = {**base, "first": 1, "last": 2, "receivers": 1, "world": 2, "port": free_port()}
     zero = nursery.start("sync_job", "publish", {**ranks, "rank": 0}, log=tmp_path / "zero")
     one = nursery.start(
@@ -167,3 +167,62 @@ def test_a_fleet_commits_together_or_not_at_all(
         assert [event.get("failed") for event in done] == [None, 2, None, None], done
         assert got == [1, 3, 4]
     tried["kills of members of a fleet"] += 1
+
+
+@pytest.mark.parametrize("kind", ["shared memory", pytest.param("gloo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("word", "number"),
+    [("Commit", 4), *(pytest.param(*row, marks=pytest.mark.slow) for row in (("Commit", 3), ("Bucket", 15)))],
+)
+def test_a_fleet_whose_publisher_dies_has_one_version(
+    nursery: Nursery, tmp_path: Path, tried: Counter[str], kind: str, word: str, number: int
+) -> None:
+    base = {"place": str(tmp_path / "place"), "kind": kind}
+    options = {**base, "receivers": 2, "atomic": True}
+    # Of the second version: before anybody is told of the decision, or when one of the two has been.
+    dying = {**options, "first": 1, "last": LAST, "word": word, "number": number}
+    first = nursery.start("sync_job", "publish", dying, log=tmp_path / "first")
+    receivers = [
+        nursery.start("sync_job", "receive", {**base, "last": LAST + 2}, log=tmp_path / f"receiver-{index}")
+        for index in range(2)
+    ]
+    assert first.wait(PATIENCE_S) == -9
+    second = nursery.start(
+        "sync_job", "publish", {**options, "first": LAST + 1, "last": LAST + 2}, log=tmp_path / "second"
+    )
+    assert second.wait(PATIENCE_S) == 0, second.stderr()
+    assert [event.get("published") for event in told(second)] == [LAST + 1, LAST + 2]
+    had = [1, 2] if word == "Commit" else [1]
+    for receiver in receivers:
+        assert check_receiver(receiver, errors=("PeerLost",)) == [*had, LAST + 1, LAST + 2]
+    tried["kills of publishers of a fleet"] += 1
+
+
+@pytest.mark.parametrize("kind", ["shared memory", pytest.param("gloo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("word", "number"),
+    [
+        ("Bucket", 6),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in (("Begin", 3), ("Begin", 4), ("Table", 2))),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in (("Plan", 2), ("Finished", 1), ("Finished", 2))),
+    ],
+)
+def test_the_first_publisher_rank_that_dies_is_named_by_the_others(
+    nursery: Nursery, tmp_path: Path, tried: Counter[str], kind: str, word: str, number: int
+) -> None:
+    base = {"place": str(tmp_path / "place"), "kind": kind}
+    ranks = {**base, "first": 1, "last": 2, "receivers": 1, "world": 2, "port": free_port()}
+    dying = {**ranks, "rank": 0, "word": word, "number": number}
+    zero = nursery.start("sync_job", "publish", dying, log=tmp_path / "zero")
+    one = nursery.start("sync_job", "publish", {**ranks, "rank": 1}, log=tmp_path / "one")
+    receiver = nursery.start("sync_job", "receive", {**base, "last": 4}, log=tmp_path / "receiver")
+    assert zero.wait(PATIENCE_S) == -9
+    assert one.wait(PATIENCE_S + PUBLISH_S) == 0, one.stderr()
+    failed = [event for event in told(one) if "failed" in event]
+    assert failed, told(one)
+    assert failed[0]["error"] in ("PeerLost", "BoardLost"), failed
+    assert max(event["seconds"] for event in failed) < PUBLISH_S, failed
+    second = nursery.start("sync_job", "publish", {**base, "first": 3, "last": 4, "receivers": 1}, log=tmp_path / "new")
+    assert second.wait(PATIENCE_S) == 0, second.stderr()
+    assert check_receiver(receiver, errors=("PeerLost",))[-2:] == [3, 4]
+    tried["kills of first publisher ranks, in the middle of a weight version"] += 1

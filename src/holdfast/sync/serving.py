@@ -93,6 +93,7 @@ class Server:
             self._role = Follower(rank, self, self._sender)
         self._stopping = False
         self.fatal: HoldfastError | None = None
+        self._lost_rank: HoldfastError | None = None
         self._thread = threading.Thread(target=self._live, name=f"holdfast-sync-{rank}", daemon=True)
 
     # from other threads --------------------------------------------------------------------------------------------
@@ -182,6 +183,8 @@ class Server:
                 self._role.zero = self._connect_to_zero()
             while True:
                 self._role.work()
+                if self._lost_rank is not None:  # the session has ended for it, and no other can follow
+                    raise self._lost_rank
         except _Stopped:
             pass
         except HoldfastError as error:
@@ -262,11 +265,12 @@ class Server:
             rank = self._ranks[link]
             if isinstance(said, (Ended, messages.Leave)):
                 why = said.why if isinstance(said, Ended) else "it was closed"
-                raise PeerLost(
+                self._lost_rank = PeerLost(
                     f"publisher rank {rank} was lost to rank {self.rank}: {why}; restart the publisher on all ranks",
                     peer=f"publisher rank {rank}",
                     phase="idle" if self._role.session is None else self._role.session.phase,
                 )
+                raise self._lost_rank
             if not isinstance(said, messages.Beat):
                 self._role.heard_rank(rank, said)
 
