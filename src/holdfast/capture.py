@@ -105,6 +105,9 @@ class Capture:
     rescued: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Eager values that were in a buffer which didn't do after all."""
     _users: int = 1
+    _keepers: int = 0
+    left_to_keepers: bool = False
+    """Its end has come, and its buffer is still needed."""
     _deciding: threading.Lock = field(default_factory=threading.Lock)
 
     def give_up(self, error: BaseException | None) -> None:
@@ -139,7 +142,22 @@ class Capture:
         """One of those who use its images has done so; True for the last."""
         with self._deciding:
             self._users -= 1
+            self.left_to_keepers = self._users == 0 and self._keepers > 0
             return self._users == 0
+
+    def keep(self) -> CaptureBuffer:
+        """Have its buffer outlive it, for one more who calls `end_keeping` then; while somebody uses its images."""
+        with self._deciding:
+            if self.buffer is None or not self._users:
+                raise AssertionError("a capture that has ended has nothing to keep")
+            self._keepers += 1
+            return self.buffer
+
+    def end_keeping(self) -> bool:
+        """One of those who keep its buffer needs it no more; True if nobody does, and it has ended."""
+        with self._deciding:
+            self._keepers -= 1
+            return self.left_to_keepers and self._keepers == 0
 
     def verify(self) -> None:
         """Decide whether the state held still between capture and copy: `error` says what changed, if anything did.
@@ -217,6 +235,14 @@ class CapturePool:
         """Keep a buffer that was made ahead."""
         with self._condition:
             if buffer.plan is self._plan:
+                self._idle.append(buffer)
+                return
+        self._retire(buffer)
+
+    def take_back(self, buffer: CaptureBuffer) -> None:
+        """A buffer that outlived its capture is free: one of as many as there may be captures, or not needed."""
+        with self._condition:
+            if buffer.plan is self._plan and len(self._idle) < self._in_flight:
                 self._idle.append(buffer)
                 return
         self._retire(buffer)

@@ -18,11 +18,7 @@ from holdfast.agreement import Votes
 from holdfast.arguments import checked_path, checked_step
 from holdfast.capture import SaveRequest
 from holdfast.config import CheckpointConfig
-from holdfast.errors import (
-    CheckpointNotFound,
-    ConfigError,
-    HoldfastError,
-)
+from holdfast.errors import CheckpointNotFound, ConfigError, HoldfastError
 from holdfast.group import open_group
 from holdfast.keeping import Keeper
 from holdfast.optimizer_hook import UpdateGuard, guard_updates, unguard_updates
@@ -44,6 +40,7 @@ if TYPE_CHECKING:
     from holdfast.export.session import Exporter, Ticket
     from holdfast.exporting import Exports
     from holdfast.handle import SaveHandle
+    from holdfast.sharing import Shares
 
 _log = logging.getLogger("holdfast")
 
@@ -83,9 +80,7 @@ class CheckpointManager:
         self._preemption: Preemption | None = None
         self._handles: list[SaveHandle] = []
         self._last: SaveHandle | None = None
-        self._last_is_final = False
-        self._seen_first = False
-        self._closed = False
+        self._last_is_final = self._seen_first = self._closed = False
         self._trash: list[str] = []  # what recovery wants removed, until there is an engine to do it
         self.recovered: Any = None
         """What recovery did at this start (rank 0 only)."""
@@ -299,6 +294,11 @@ class CheckpointManager:
         if self._exports is not None:
             self._exports.wait(timeout)
         self._raise_failures()
+
+    @property
+    def captures(self) -> Shares | None:
+        """The capture of the last save, for a `Publisher` that shares it; None with ``load_only``."""
+        return None if self._saver is None else self._saver.shares
 
     # What is there. ----------------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from holdfast.errors import ConfigError, DeadlineExceeded
 from holdfast.handle import SaveHandle
 from holdfast.limits import limits_of
 from holdfast.outcome import AbortReason
+from holdfast.sharing import Shares
 from holdfast.snapshot import SnapshotTaker
 from holdfast.stage import Absence, Claim, Stager, WarmUp, skipped
 from holdfast.staging.stager import Staging
@@ -90,6 +91,7 @@ class Saver:
         self._on_published = on_published
         self.callbacks = Callbacks()
         self._stager = Stager(group, self._delivery, in_flight=config.in_flight, stage_timeout_s=config.stage_timeout)
+        self.shares = Shares(group.ranks, self._stager.keep)
         self._snapshots = SnapshotTaker()
         self._in_flight: dict[SaveHandle, Capture | None] = {}
         self._unpassed: list[Capture] = []
@@ -155,6 +157,7 @@ class Saver:
             callbacks=self.callbacks,
         )
         capture: Capture | None = None
+        takers += self.shares.ticket(wanted=request.checkpoint)
         try:
             self._in_flight[handle] = None
             if request.checkpoint:
@@ -206,6 +209,7 @@ class Saver:
         parameters: says whether an update touches any of these ids; None for "it may touch anything". A capture that
         is not complete within `stage_timeout` is failed, and the update goes on.
         """
+        self.shares.before_update(parameters)
         if not self._unpassed or not self.is_ours:
             return
         for capture in list(self._unpassed):
@@ -253,6 +257,7 @@ class Saver:
             return
         self._closed = True
         self._at_exit()  # once somebody has begun to wait, interpreter exit does not begin again
+        self.shares.drop()
         self._to_stage.put(None)  # nothing follows: other ranks needn't wait until what is in flight has ended
         late: DeadlineExceeded | None = None
         try:
@@ -301,7 +306,8 @@ class Saver:
             return True
         if wait:
             began = time.perf_counter()
-            self.before_update()  # what is in flight may be waiting for this thread to pass it
+            for capture in list(self._unpassed):  # what is in flight may be waiting for this thread to pass it
+                self._pass_or_give_up(capture)
             self._stager.pool.take_slot(wait=True, timeout_s=self._longest_s())
             handle.add_stats(stall_s=time.perf_counter() - began)
             return True

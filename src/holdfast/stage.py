@@ -30,6 +30,8 @@ from holdfast.staging.layout import CaptureBuffer
 from holdfast.world_plan import WorldPlan, tell_planned
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from typing_extensions import Self
 
     from holdfast.agreement import Verdict
@@ -317,6 +319,8 @@ class Stager:
         if not capture.leave():
             return
         buffer, capture.buffer = capture.buffer, None
+        if capture.left_to_keepers:  # it was staged, so nobody writes to it any more
+            buffer = None
         try:
             # Nobody writes to the buffer any more, or nobody else ever gets it.
             if capture.staging.wait_idle(IDLE_GRACE_S):
@@ -328,6 +332,16 @@ class Stager:
             capture.staging.release()
         finally:
             self.pool.give_slot_back(buffer)
+
+    def keep(self, capture: Capture) -> Callable[[], None]:
+        """Have the buffer of a staged capture outlive it, in nobody's place; returns what ends that."""
+        buffer = capture.keep()
+
+        def end() -> None:
+            if capture.end_keeping():
+                self.pool.take_back(buffer)
+
+        return end
 
     def put_back(self, buffer: CaptureBuffer, staging: Staging) -> None:
         """Keep or free a buffer that isn't wanted after all, once no device writes to it any more."""

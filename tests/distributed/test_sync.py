@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from launch import run_job
 from sync_sides import TIMEOUT_S, assert_same_bits, roles, sharded, transport_of, whole_of
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import holdfast
 from holdfast import _torch_compat as compat
@@ -308,3 +310,58 @@ def nothing_grows(place: str, bypass: str) -> None:
 @pytest.mark.parametrize("bypass", [True, False])
 def test_nothing_that_ranks_tell_one_another_is_left_behind(tmp_path: Path, bypass: bool) -> None:
     run_job(nothing_grows, nproc=3, args=[tmp_path, bypass])
+
+
+# together with checkpoints ---------------------------------------------------------------------------------------
+
+
+def captures_are_shared(place: str) -> None:
+    publishes, group, mesh = roles(2)
+    transport = transport_of("shared memory", Path(place) / "meet", group)
+    if not publishes:
+        with holdfast.sync.Receiver(transport) as receiver:
+            for version in range(1, 5):
+                dist.barrier()
+                got: dict[str, torch.Tensor] = {}
+                assert receiver.receive(got.__setitem__, version, TIMEOUT_S) == version
+                if version % 2 == 0:
+                    dist.barrier()
+                    saved = holdfast.open(Path(place) / "checkpoints" / f"step-{version}")
+                    expected = {name: saved.read(f"model.{name}") for name in got}
+                    assert_same_bits(got, expected, f"version {version}")
+        dist.barrier()
+        return
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(7, 6), nn.Linear(6, 5), nn.BatchNorm1d(5))  # the middle one is replicated
+    fully_shard(model[0], mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer}
+    config = holdfast.CheckpointConfig(every=2)
+    with (
+        holdfast.CheckpointManager(f"{place}/checkpoints", state, config=config, process_group=group) as manager,
+        holdfast.sync.Publisher(transport, bypass_cpu=False, keep_versions=3, manager=manager) as publisher,
+    ):
+        buffers = sum(buffer.nbytes for buffer in model.buffers())
+        for step in range(1, 5):
+            model(torch.full((4, 7), float(step))).sum().backward()
+            for parameter in model[1].parameters():
+                dist.all_reduce(parameter.grad, group=group)
+            optimizer.step()
+            before = holdfast.statistics()["sync_bytes_staged"]
+            manager.step(step)
+            publisher.publish(model.state_dict(), step, timeout=TIMEOUT_S)
+            staged = torch.tensor(holdfast.statistics()["sync_bytes_staged"] - before)
+            dist.all_reduce(staged, group=group)
+            whole = sum(tensor.numel() * tensor.itemsize for tensor in model.state_dict().values())
+            assert staged == (whole if step % 2 else buffers)
+            dist.barrier()
+            if step % 2 == 0:
+                manager.wait()
+                dist.barrier()
+        dist.barrier()
+    with pytest.raises(ConfigError, match="give both the same process_group"):
+        holdfast.sync.Publisher(transport_of("gloo", Path(place) / "other"), bypass_cpu=False, manager=manager)
+
+
+def test_a_version_takes_the_capture_of_a_checkpoint_of_several_ranks(tmp_path: Path) -> None:
+    run_job(captures_are_shared, nproc=3, args=[tmp_path])

@@ -216,17 +216,18 @@ class CaptureBuffer:
         found = {}
         for name in names:
             (payload,) = self._payloads_of[name]
-            found[name] = self._view(payload).clone()
+            found[name] = self.view_of(payload.placed).clone()
         return found
-
-    def _view(self, payload: Payload) -> torch.Tensor:
-        placed, start = payload.placed, payload.image_offset
-        memory = self.image.bytes_view[start : start + placed.nbytes]
-        return memory.view(getattr(torch, placed.dtype)).view(placed.sizes)
 
     def _item(self, tensor: torch.Tensor, payload: Payload) -> CopyItem:
         placed = payload.placed
-        return CopyItem(placed.source, tensor, _box_within(placed, tensor), self._view(payload))
+        return CopyItem(placed.source, tensor, _box_within(placed, tensor), self.view_of(placed))
+
+    def view_of(self, placed: PlacedTensor) -> torch.Tensor:
+        """The payload of one of the plan's tensors."""
+        start = self.file_offsets[placed.file] + placed.payload_offset
+        memory = self.image.bytes_view[start : start + placed.nbytes]
+        return memory.view(getattr(torch, placed.dtype)).view(placed.sizes)
 
     def close(self) -> None:
         """Let go of the views and the descriptor; the memory goes with the last view."""

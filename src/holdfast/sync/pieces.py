@@ -144,6 +144,11 @@ class Look:
         looks = self._looks
         return all(looks.get(entry.name) == describe(entry) for entry in _entries(tensors))
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the weights, in their order."""
+        return tuple(self._order)
+
     def place_of(self, name: str) -> int:
         """The name's place among the weights."""
         return self._order[name]

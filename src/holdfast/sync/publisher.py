@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
 
+    from holdfast.manager import CheckpointManager
+    from holdfast.sharing import Shares
     from holdfast.sync.seam import Transport
 
 __all__ = ["Published", "Publisher"]
@@ -41,6 +43,9 @@ class Publisher:
         receivers: how many must have joined before the first version is sent directly, or to a fleet (1 and more).
         delta: send only what has changed, where a receiver has an older version.
         full_every: with ``delta``, every so many versions a receiver gets all of it again, and verifies it whole.
+        manager: the `CheckpointManager` that saves these weights, on the same ranks (``bypass_cpu=False`` only). What
+            is published between a save and the next update is not copied off the device once more: the version keeps
+            the memory that the save was captured in, all of it, until it is evicted. Publish on the thread that trains.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class Publisher:
         receivers: int = 1,
         delta: bool = False,  # noqa: FBT001, FBT002
         full_every: int = 16,
+        manager: CheckpointManager | None = None,
     ) -> None:
         options = PublisherOptions(
             bucket_bytes=_positive("bucket_bytes", bucket_bytes),
@@ -62,6 +68,7 @@ class Publisher:
             receivers=_positive("receivers", receivers),
             delta=_flag("delta", delta),
             full_every=_positive("full_every", full_every),
+            captures=None if manager is None else _captures_of(manager, bypass_cpu=bypass_cpu),
         )
         self._half = checked_transport(transport).publishing(options)
         self._newest: int | None = None
@@ -150,6 +157,22 @@ def checked_transport(transport: Any) -> Transport:
         )
     found: Transport = transport
     return found
+
+
+def _captures_of(manager: Any, *, bypass_cpu: bool) -> Shares:
+    if bypass_cpu:
+        raise ConfigError(
+            "manager: nothing is staged in host memory with bypass_cpu=True, so there is no capture to share; make the "
+            "publisher with bypass_cpu=False, or without the manager",
+            field="manager",
+        )
+    found = getattr(manager, "captures", None)
+    if found is None:
+        raise ConfigError(
+            f"manager must be a CheckpointManager that saves (load_only=False), not {manager!r:.200}", field="manager"
+        )
+    captures: Shares = found
+    return captures
 
 
 def _positive(name: str, value: object) -> int:

@@ -1,6 +1,7 @@
 """The publishing half of transports over links: what one rank's `publish` does before and after its server sends.
 
     tensors -> look (does the structure stand?) -> looks of all ranks -> pieces -> (staged, and) offered
+                \\-> in the capture of a checkpoint? (``sync.captured``)
 
 Guarantees: a structure that stands is not planned again. Where one rank's publish fails before it has offered anything,
 those of all ranks fail with the same cause.
@@ -14,7 +15,7 @@ import contextlib
 import secrets
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 import torch
@@ -23,6 +24,7 @@ from holdfast.errors import ConfigError, HoldfastError
 from holdfast.group import Group, open_group
 from holdfast.outcome import AbortReason
 from holdfast.plan.structure import decode_structure
+from holdfast.sync.captured import Captured, Shared, captured_of
 from holdfast.sync.delta import History, extent_sums
 from holdfast.sync.links import listener
 from holdfast.sync.pieces import Look, Outgoing
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
     from holdfast.boxes import Box
     from holdfast.sync.deadline import Deadline
+    from holdfast.sync.layout import Piece
     from holdfast.sync.pieces import Local
     from holdfast.sync.seam import PublisherOptions
     from holdfast.sync.transports.base import Channels
@@ -57,6 +60,20 @@ class _Looks(msgspec.Struct, frozen=True, array_like=True):
     digest: str
     encoded: bytes | None
     failure: AbortReason | None
+    capture: int | None = None
+    """Of which save this rank has a capture of the same moment; None if of none."""
+    apart: tuple[str, ...] = ()
+    """Which of its weights that one lacks."""
+
+
+class _Cut(NamedTuple):
+    """What this rank has to send of one version. ``lying``: numbers of the pieces that lie in ``captured``."""
+
+    table: tuple[Piece, ...]
+    digest: str
+    pieces: list[Local]
+    lying: frozenset[int] = frozenset()
+    captured: Captured | None = None
 
 
 class LinkedPublishing:
@@ -75,6 +92,14 @@ class LinkedPublishing:
         self._channels = channels
         self._options = options
         self._group = open_group(process_group, purpose="sync")
+        self._captures = options.captures
+        if self._captures is not None and self._captures.ranks != self._group.ranks:
+            self._group.board.close()
+            raise ConfigError(
+                f"manager: ranks {list(self._captures.ranks)} save, but ranks {list(self._group.ranks)} publish; give "
+                "both the same process_group, or leave the manager out",
+                field="manager",
+            )
         self._rendezvous = open_rendezvous(rendezvous, hosting=True) if self._group.rank == 0 else None
         self._store = None if options.bypass_cpu else VersionStore(options.keep_versions)
         sock = listener(channels.host)
@@ -94,6 +119,7 @@ class LinkedPublishing:
         self._told: set[str] = set()
         self._structures: dict[str, Any] = {}
         self._outgoing: tuple[Look, tuple[str, ...], Outgoing, str] | None = None
+        self._shared: tuple[Shared, str] | None = None
         self._history = History(full_every=options.full_every) if options.delta else None
         self._history_lock = threading.Lock()
         self._round = 0
@@ -101,6 +127,8 @@ class LinkedPublishing:
         """Of those that are on the board; rank 0's count."""
         self._newest_out = -1
         self._offered: set[int] = set()
+        if self._captures is not None:
+            self._captures.join()
 
     def publish(self, weights: Mapping[str, torch.Tensor], version: int, deadline: Deadline) -> Published:
         began, before = time.monotonic(), self._server.bytes_sent
@@ -111,21 +139,20 @@ class LinkedPublishing:
                 f"version {version} isn't greater than {self._newest_out}, which receivers have", field="version"
             )
         try:
-            outgoing, digest = self._pieces(weights, deadline)
-            pieces = outgoing.locals(weights)
+            cut = self._cut(weights, deadline)
         except HoldfastError as error:
             self._server.withdraw(version, AbortReason.of(error, rank=self._group.rank))
             raise
         receivers = lost = 0
-        self._note_sums(version, outgoing, pieces)
+        self._note_sums(version, cut)
         if self._store is None:
-            _finish_writes(pieces)
+            _finish_writes(cut.pieces)
             source = Source(
-                version, outgoing.table, digest, lambda: contextlib.nullcontext(pieces), self._changes(version)
+                version, cut.table, cut.digest, lambda: contextlib.nullcontext(cut.pieces), self._changes(version)
             )
             receivers, lost = self._send(source, deadline)
         else:
-            self._stage(self._store, version, outgoing, digest, pieces, deadline)
+            self._stage(self._store, version, cut, deadline)
         return Published(
             version=version,
             receivers=receivers,
@@ -147,6 +174,9 @@ class LinkedPublishing:
         return () if self._store is None else self._store.versions
 
     def close(self) -> None:
+        if self._captures is not None:
+            self._captures.leave()
+            self._captures = None
         self._server.close(_CLOSE_S)
         if self._store is not None:
             self._store.close()
@@ -160,7 +190,7 @@ class LinkedPublishing:
 
     # before -------------------------------------------------------------------------------------------------------
 
-    def _pieces(self, weights: Mapping[str, torch.Tensor], deadline: Deadline) -> tuple[Outgoing, str]:
+    def _cut(self, weights: Mapping[str, torch.Tensor], deadline: Deadline) -> _Cut:
         look = self._look
         try:
             if look is None or not look.stands(weights):
@@ -169,22 +199,37 @@ class LinkedPublishing:
             if self._group.world > 1:
                 self._say(_Looks(self._group.rank, "", None, AbortReason.of(error, rank=self._group.rank)))
             raise
-        digests = self._agree(look, deadline)
+        held = None if self._captures is None else self._captures.held
+        captured = None if held is None else captured_of(held, look, weights, timeout_s=deadline.left_s())
+        digests, apart = self._agree(look, captured, deadline)
         self._look = look
         made = self._outgoing
         if made is None or made[0] is not look or made[1] != digests:
             outgoing = Outgoing(look, self._structures, digests)
             made = self._outgoing = look, digests, outgoing, digest_of(outgoing.table)
-        return made[2], made[3]
+        pieces = made[2].locals(weights)
+        if captured is None or apart is None:
+            return _Cut(made[2].table, made[3], pieces)
+        if self._shared is None or not self._shared[0].is_for(captured, made[2], apart):
+            shared = Shared(captured, made[2], look, apart)
+            self._shared = shared, made[3] if shared.table is made[2].table else digest_of(shared.table)
+        shared, digest = self._shared
+        return _Cut(shared.table, digest, shared.locals(captured, pieces), shared.lying, captured)
 
-    def _agree(self, look: Look, deadline: Deadline) -> tuple[str, ...]:
-        """The digests of all ranks' looks; what hasn't been seen before is in `_structures` then."""
+    def _agree(
+        self, look: Look, captured: Captured | None, deadline: Deadline
+    ) -> tuple[tuple[str, ...], frozenset[str] | None]:
+        """The digests of all ranks' looks; what hasn't been seen before is in `_structures` then.
+
+        Also the names that aren't taken from the capture, where all ranks have one of the same save; else None.
+        """
+        number = None if captured is None else captured.number
+        lacking = () if captured is None else tuple(set(look.names).difference(captured.names))
         if self._group.world == 1:
             self._structures[look.digest] = look.structure
-            return (look.digest,)
-        key = self._say(
-            _Looks(self._group.rank, look.digest, None if look.digest in self._told else look.encoded, None)
-        )
+            return (look.digest,), None if captured is None else frozenset(lacking)
+        encoded = None if look.digest in self._told else look.encoded
+        key = self._say(_Looks(self._group.rank, look.digest, encoded, None, number, lacking))
         self._told.add(look.digest)
         entries = self._group.board.wait_entries(
             key,
@@ -200,7 +245,9 @@ class LinkedPublishing:
                 raise said.failure.cause()
             if said.encoded is not None and said.digest not in self._structures:
                 self._structures[said.digest] = decode_structure(said.encoded)
-        return tuple(said.digest for said in found)
+        is_shared = number is not None and all(said.capture == number for said in found)
+        apart = frozenset(name for said in found for name in said.apart) if is_shared else None
+        return tuple(said.digest for said in found), apart
 
     def _say(self, looks: _Looks) -> str:
         """Tell all ranks, in this round; returns under which key."""
@@ -215,13 +262,13 @@ class LinkedPublishing:
             self._group.board.delete_list(f"looks/{self._first_round}")
             self._first_round += 1
 
-    def _note_sums(self, version: int, outgoing: Outgoing, pieces: list[Local]) -> None:
+    def _note_sums(self, version: int, cut: _Cut) -> None:
         if self._history is not None:
             with self._history_lock:
-                extents = self._history.extents(outgoing.table)
-            sums = extent_sums(extents, pieces)
+                extents = self._history.extents(cut.table)
+            sums = extent_sums(extents, cut.pieces)
             with self._history_lock:
-                self._history.record(version, outgoing.table, sums)
+                self._history.record(version, cut.table, sums)
 
     def _changes(self, version: int) -> Callable[[int | None], list[list[Box]] | None]:
         history = self._history
@@ -251,17 +298,12 @@ class LinkedPublishing:
             raise outcome.reason.cause()
         return outcome.receivers, outcome.lost
 
-    def _stage(
-        self,
-        store: VersionStore,
-        version: int,
-        outgoing: Outgoing,
-        digest: str,
-        pieces: list[Local],
-        deadline: Deadline,
-    ) -> None:
+    def _stage(self, store: VersionStore, version: int, cut: _Cut, deadline: Deadline) -> None:
         try:
-            store.stage(version, outgoing.table, pieces)
+            if cut.captured is None or not cut.lying:
+                store.stage(version, cut.table, cut.pieces)
+            else:
+                _take_in(store, version, cut, cut.captured.keep())
         except HoldfastError as error:
             self._server.withdraw(version, AbortReason.of(error, rank=self._group.rank))
             raise
@@ -274,7 +316,7 @@ class LinkedPublishing:
 
         self._withdraw_evicted(store)
         self._offered.add(version)
-        source = Source(version, outgoing.table, digest, lease, self._changes(version))
+        source = Source(version, cut.table, cut.digest, lease, self._changes(version))
         self._server.offer(Offered(source, direct=False, deadline=deadline))
 
     def _withdraw_evicted(self, store: VersionStore) -> None:
@@ -286,6 +328,18 @@ class LinkedPublishing:
         if self._store is None:
             raise ConfigError("this publisher keeps no versions; make it with bypass_cpu=False", field="bypass_cpu")
         return self._store
+
+
+def _take_in(store: VersionStore, version: int, cut: _Cut, let_go: Callable[[], None]) -> None:
+    """Keep a version that lies in a capture, or in part; what doesn't is copied."""
+    try:
+        if len(cut.lying) == len(cut.table):
+            store.add(version, cut.table, cut.pieces, let_go)
+        else:
+            store.stage(version, cut.table, cut.pieces, lying=cut.lying, let_go=let_go)
+    except BaseException:
+        let_go()
+        raise
 
 
 def _meet(group: Group, sock: socket.socket, channels: Channels, host: str | None) -> Places:

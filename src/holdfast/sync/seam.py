@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from holdfast.sharing import Shares
     from holdfast.sync.deadline import Deadline
 
 
@@ -37,6 +38,7 @@ class PublisherOptions:
     receivers: int = 1
     delta: bool = False
     full_every: int = 16
+    captures: Shares | None = None
 
 
 @dataclass(frozen=True, slots=True)

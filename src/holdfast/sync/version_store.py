@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from holdfast import events
 from holdfast.errors import CheckpointNotFound, ConfigError
 from holdfast.plan.write import round_up
 from holdfast.staging.image import PAGE_BYTES, Image
@@ -79,18 +80,27 @@ class VersionStore:
 
     # Taking versions in ----------------------------------------------------------------------------------------
 
-    def stage(self, version: int, table: Sequence[Piece], pieces: Sequence[Local]) -> None:
+    def stage(
+        self,
+        version: int,
+        table: Sequence[Piece],
+        pieces: Sequence[Local],
+        *,
+        lying: frozenset[int] = frozenset(),
+        let_go: Callable[[], None] | None = None,
+    ) -> None:
         """Copy the pieces and keep them as ``version``; returns when the bytes are in host memory.
 
-        pieces: for each piece of ``table`` the memory that holds it, on any device.
+        pieces: for each piece of ``table`` the memory that holds it, on any device. lying: numbers of those that lie in
+        host memory already, and are taken as they are; let_go: as for `add`, of these.
 
         Raises:
             ConfigError: the version isn't greater than the newest; nothing was changed.
         """
         with self._staging:
             self._check_new(version)
-            if self._block is None or self._block.table is not table:
-                self._block = _Block(table)
+            if self._block is None or self._block.table is not table or self._block.lying != lying:
+                self._block = _Block(table, lying)
             block = self._block
             image = self._take_image(block.nbytes)
             try:
@@ -98,7 +108,13 @@ class VersionStore:
             except BaseException:
                 self._give_back(image)
                 raise
-            self._add(version, table, copies, lambda: self._give_back(image))
+
+            def let_all_go() -> None:
+                self._give_back(image)
+                if let_go is not None:
+                    let_go()
+
+            self._add(version, table, copies, let_all_go)
 
     def add(self, version: int, table: Sequence[Piece], pieces: Sequence[Local], let_go: Callable[[], None]) -> None:
         """Keep what lies in host memory already as ``version``, without a copy.
@@ -256,17 +272,22 @@ def _nothing() -> None:
 
 
 class _Block:
-    """Where the pieces of a table lie in a block of host memory: as in one large bucket. Made once a table."""
+    """Where pieces of a table lie in a block of host memory: as in one large bucket. Made once a table.
 
-    def __init__(self, table: Sequence[Piece]) -> None:
+    lying: numbers of those that lie elsewhere.
+    """
+
+    def __init__(self, table: Sequence[Piece], lying: frozenset[int]) -> None:
         self.table = table
-        parts = [Part(number, piece.offsets, piece.sizes) for number, piece in enumerate(table)]
+        self.lying = lying
+        parts = [Part(number, piece.offsets, piece.sizes) for number, piece in enumerate(table) if number not in lying]
         self._plans = plan_buckets(table, [parts], sys.maxsize)
         self.nbytes = round_up(max([plan.nbytes for plan in self._plans], default=0) or 1, PAGE_BYTES)
         self._starts = {entry.piece: entry.at for plan in self._plans for entry in plan.entries}
 
     def fill(self, image: Image, pieces: Sequence[Local]) -> list[Local]:
         """Copy the pieces, and wait for that; gives back where they lie."""
+        events.count("sync_bytes_staged", sum(entry.nbytes for plan in self._plans for entry in plan.entries))
         devices = {local.tensor.device for local in pieces if local.tensor.device.type != "cpu"}
         if any(device.type == "cuda" for device in devices):
             image.pin()
@@ -276,7 +297,10 @@ class _Block:
         finally:
             for device in devices:
                 torch.accelerator.current_stream(device).synchronize()
-        return [self._copy_of(number, piece, image.bytes_view) for number, piece in enumerate(self.table)]
+        return [
+            pieces[number] if number in self.lying else self._copy_of(number, piece, image.bytes_view)
+            for number, piece in enumerate(self.table)
+        ]
 
     def _copy_of(self, number: int, piece: Piece, memory: torch.Tensor) -> Local:
         dtype = torch_dtype(piece.dtype)

@@ -105,6 +105,12 @@ class DirectoryTransport:
                 "leave it out, or use a transport with links",
                 field="atomic_fleet",
             )
+        if options.captures is not None:
+            raise ConfigError(
+                "manager: a version in a directory is a checkpoint of its own; have receivers read those of the "
+                "manager, with a DirectoryTransport of its root, its name_template and a prefix",
+                field="manager",
+            )
         if self.key_map is not None:
             raise ConfigError(
                 "key_map: a version is published under its own names; give a key_map only to receive exports",
