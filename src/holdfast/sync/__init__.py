@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from holdfast.sync.publisher import Publisher
     from holdfast.sync.receiver import Receiver
     from holdfast.sync.seam import Published
+    from holdfast.sync.transports.cuda_ipc import CudaIpcTransport
     from holdfast.sync.transports.directory import DirectoryTransport
     from holdfast.sync.transports.process_group import ProcessGroupTransport
     from holdfast.sync.transports.shared_memory import SharedMemoryTransport
 
 _WHERE = {
+    "CudaIpcTransport": "holdfast.sync.transports.cuda_ipc",
     "DirectoryTransport": "holdfast.sync.transports.directory",
     "ProcessGroupTransport": "holdfast.sync.transports.process_group",
     "Published": "holdfast.sync.seam",
@@ -31,7 +33,15 @@ _WHERE = {
     "SharedMemoryTransport": "holdfast.sync.transports.shared_memory",
 }
 
-__all__ = ["DirectoryTransport", "ProcessGroupTransport", "Published", "Publisher", "Receiver", "SharedMemoryTransport"]
+__all__ = [
+    "CudaIpcTransport",
+    "DirectoryTransport",
+    "ProcessGroupTransport",
+    "Published",
+    "Publisher",
+    "Receiver",
+    "SharedMemoryTransport",
+]
 
 
 def __getattr__(name: str) -> Any:

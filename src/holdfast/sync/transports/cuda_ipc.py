@@ -1,0 +1,222 @@
+"""Weights between processes that share a GPU or a host of GPUs, through device memory that both have mapped (CUDA IPC).
+
+A publisher rank packs into two slots in the memory of its GPU; each member of its sessions maps them, and takes what it
+wants straight from there: nothing passes through the host, and nothing is sent but words. Checksums are computed on the
+GPU. A member on another GPU of the host reads over the link between them, where the driver allows that.
+
+Guarantees: a bucket is told of when it is packed, and its slot given back when it has been copied: each side waits for
+its own stream. Who was given up keeps what it has mapped, and nobody writes there any more.
+Assumes Linux, one host, and that both sides see the publisher's GPU, by whatever number. Has been written without a GPU
+at hand: ``tests/gpu`` has its tests.
+Does not: synchronize other streams than the current ones of the threads that publish and receive.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from torch.multiprocessing import reductions
+
+from holdfast.errors import ConfigError
+from holdfast.sync.transports.base import SLOTS
+from holdfast.sync.transports.linked import LinkedTransport
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from holdfast.sync.deadline import Deadline
+    from holdfast.sync.transports.base import Channels
+
+_ALIGN_BYTES = 256
+_cuda: Any = torch.cuda
+_reductions: Any = reductions
+"""Neither is typed."""
+
+
+class CudaIpcTransport(LinkedTransport):
+    """Versions through device memory, within one host.
+
+    Args:
+        rendezvous: where both sides find one another: a directory, ``"tcp://host:port"``, or a torch Store.
+        device: of this process, for the slots of a publisher; None for the current CUDA device.
+        process_group: the publisher ranks; the default group where there is one. Receivers need none.
+        peer_timeout_s: seconds of silence after which a peer is given up.
+
+    Raises `ConfigError` where torch finds no CUDA device.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Any,
+        *,
+        device: torch.device | str | None = None,
+        process_group: Any | None = None,
+        peer_timeout_s: float = 30.0,
+    ) -> None:
+        super().__init__(rendezvous, process_group=process_group, peer_timeout_s=peer_timeout_s)
+        if not _cuda.is_available():
+            raise ConfigError(
+                "CudaIpcTransport needs a CUDA device, and torch finds none in this process. Use "
+                "SharedMemoryTransport on one host, or ProcessGroupTransport between hosts",
+                field="transport",
+            )
+        given = torch.device("cuda" if device is None else device)
+        if given.type != "cuda":
+            raise ConfigError(f"device must be a CUDA device, not {device!r}", field="device")
+        self._device = torch.device("cuda", _cuda.current_device() if str(given) == "cuda" else given.index)
+
+    def make_channels(self) -> Channels:
+        return CudaIpcChannels(self._device)
+
+
+class _Handle(msgspec.Struct, frozen=True, array_like=True):
+    """What torch needs to map memory of another process; ``gpu``: which one it is on, whatever its number here."""
+
+    gpu: str
+    nbytes: int
+    memory: bytes
+    storage_bytes: int
+    storage_at: int
+    counter: bytes
+    counter_at: int
+    event: bytes
+    waits_for_event: bool
+
+
+class CudaIpcChannels:
+    """See the module; implements `Channels`."""
+
+    host = "127.0.0.1"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def address(self) -> bytes:
+        return b""
+
+    def send_channel(self, addresses: Sequence[bytes], bucket_bytes: int) -> SendDeviceSlots:
+        del addresses  # whoever knows the handle can map the memory
+        return SendDeviceSlots(self._device, bucket_bytes)
+
+    def receive_channel(self, offer: bytes, bucket_bytes: int) -> ReceiveDeviceSlots:
+        return ReceiveDeviceSlots(msgspec.msgpack.decode(offer, type=_Handle), bucket_bytes)
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+
+def _slot_bytes(bucket_bytes: int) -> int:
+    return -(-bucket_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+class SendDeviceSlots:
+    """The two slots of a publisher rank; implements `SendChannel`."""
+
+    blocks = False
+
+    def __init__(self, device: torch.device, bucket_bytes: int) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._slot_bytes = _slot_bytes(bucket_bytes)
+        self._memory = torch.empty(SLOTS * self._slot_bytes, dtype=torch.uint8, device=device)
+
+    def offer(self, member: int) -> bytes:
+        del member  # each gets a handle, and with it a count of its own
+        try:
+            told = _reductions.reduce_tensor(self._memory)[1]
+        except RuntimeError as error:
+            raise ConfigError(
+                f"this process can't share memory of {self._memory.device} ({str(error).splitlines()[0][:200]}): "
+                "another allocator may be in use (PYTORCH_CUDA_ALLOC_CONF), or the container forbids it. Use "
+                "SharedMemoryTransport",
+                field="transport",
+            ) from error
+        _, memory, storage_bytes, storage_at, _, counter, counter_at, event, waits = told[6:]
+        gpu = _name_of(self._memory.device.index)
+        handle = _Handle(
+            gpu, self._memory.numel(), memory, storage_bytes, storage_at, counter, counter_at, event, waits
+        )
+        return msgspec.msgpack.encode(handle)
+
+    def open(self, deadline: Deadline) -> None:
+        pass
+
+    def slot(self, slot: int) -> torch.Tensor:
+        start = slot * self._slot_bytes
+        return self._memory[start : start + self._bucket_bytes]
+
+    def start(self, seq: int, nbytes: int, lane: Sequence[int]) -> None:
+        """Members are told of the bucket next: it has to be there."""
+        del seq, nbytes, lane
+        _cuda.current_stream(self._memory.device).synchronize()
+
+    def wait_sent(self, seq: int, deadline: Deadline) -> None:
+        pass
+
+    def close(self) -> None:
+        # Torch keeps it until members have let go of theirs.
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+
+class ReceiveDeviceSlots:
+    """A publisher rank's slots, mapped; implements `ReceiveChannel`."""
+
+    blocks = False
+
+    def __init__(self, handle: _Handle, bucket_bytes: int) -> None:
+        self._slot_bytes = _slot_bytes(bucket_bytes)
+        if handle.nbytes != SLOTS * self._slot_bytes:
+            raise ConfigError(
+                f"the publisher offers {handle.nbytes} bytes of memory for buckets of {bucket_bytes}; run the same "
+                "version of Holdfast on both sides",
+                field="transport",
+            )
+        device = _number_of(handle.gpu)
+        try:
+            self._memory: torch.Tensor = _reductions.rebuild_cuda_tensor(
+                *(torch.Tensor, (handle.nbytes,), (1,), 0, torch.UntypedStorage, torch.uint8, device),
+                *(handle.memory, handle.storage_bytes, handle.storage_at, False),
+                *(handle.counter, handle.counter_at, handle.event, handle.waits_for_event),
+            )
+        except RuntimeError as error:
+            raise ConfigError(
+                f"the publisher's memory on GPU {handle.gpu} can't be mapped: {str(error).splitlines()[0][:200]}. "
+                "Publisher and receiver must be two processes of one host, in containers that share IPC",
+                field="transport",
+            ) from error
+        self._nbytes: dict[int, int] = {}
+
+    def open(self, deadline: Deadline) -> None:
+        pass
+
+    def post(self, seq: int, nbytes: int, lane: Sequence[int]) -> None:
+        assert lane
+        self._nbytes[seq] = nbytes
+
+    def take(self, seq: int, deadline: Deadline) -> torch.Tensor:  # noqa: ARG002 - it is there already
+        start = seq % SLOTS * self._slot_bytes
+        return self._memory[start : start + self._nbytes[seq]]
+
+    def release(self, seq: int) -> None:
+        """The publisher is told next, and fills it again: copies out of it, on its device's stream, have to be over."""
+        del self._nbytes[seq]
+        _cuda.current_stream(self._memory.device).synchronize()
+
+    def close(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+
+def _name_of(device: int) -> str:
+    return str(_cuda.get_device_properties(device).uuid)
+
+
+def _number_of(gpu: str) -> int:
+    found = {_name_of(device): device for device in range(torch.cuda.device_count())}
+    if gpu not in found:
+        raise ConfigError(
+            f"the publisher's GPU {gpu} isn't visible to this receiver, which sees {', '.join(found) or 'none'}: widen "
+            "its CUDA_VISIBLE_DEVICES, or use SharedMemoryTransport",
+            field="transport",
+        )
+    return found[gpu]
