@@ -91,7 +91,7 @@ class Server:
             )
         else:
             self._role = Follower(rank, self, self._sender)
-        self._stopping = False
+        self._stopping = self._has_ended = False
         self.fatal: HoldfastError | None = None
         self._lost_rank: HoldfastError | None = None
         self._thread = threading.Thread(target=self._live, name=f"holdfast-sync-{rank}", daemon=True)
@@ -116,9 +116,11 @@ class Server:
         self.call(lambda: self._withdraw(version, reason))
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run ``function`` on the server's thread, soon."""
+        """Run ``function`` on the server's thread, soon; here, where that has ended."""
         self._calls.append(function)
         self._hub.ring()
+        if self._has_ended:
+            self._run_calls()
 
     def close(self, timeout_s: float) -> None:
         """End all links; idempotent. A session under way is cut off."""
@@ -183,8 +185,8 @@ class Server:
                 self._role.zero = self._connect_to_zero()
             while True:
                 self._role.work()
-                if self._lost_rank is not None:  # the session has ended for it, and no other can follow
-                    raise self._lost_rank
+                if self._lost_rank is not None:
+                    raise self._lost_rank  # noqa: TRY301 - the session has ended for it, and no other can follow
         except _Stopped:
             pass
         except HoldfastError as error:
@@ -203,11 +205,21 @@ class Server:
         self._hub.close()
         self._sock.close()
         cause = self.fatal or HoldfastError(f"publisher rank {self.rank} was closed")
-        while self._calls:
-            self._calls.popleft()()
+        self._has_ended = True  # what is called from now on is run by its caller, if not here
+        self._run_calls()
         for version in list(self._awaited):
             self.finish(version, Outcome(0, 0, AbortReason.of(cause, rank=self.rank)))
         self.sources.clear()
+
+    def _run_calls(self) -> None:
+        while (function := self._next_call()) is not None:
+            function()
+
+    def _next_call(self) -> Callable[[], None] | None:
+        try:
+            return self._calls.popleft()
+        except IndexError:  # when the server has ended two threads may be at it
+            return None
 
     def _connect_to_zero(self) -> Link:
         place, deadline = self._places.ranks[0], self.patience()
@@ -239,8 +251,7 @@ class Server:
                     self._take(*heard)
                 else:
                     self._welcome(heard)
-        while self._calls:
-            self._calls.popleft()()
+        self._run_calls()
         if self._stopping:
             raise _Stopped
         self._look_around()
