@@ -15,24 +15,24 @@ Does not know cadence or retention: ``manager`` does.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import queue
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from holdfast import events
 from holdfast.arguments import checked_metrics
 from holdfast.at_exit import close_at_exit
 from holdfast.callbacks import Callbacks
-from holdfast.capture import Capture, SaveRequest
+from holdfast.capture import Capture, SaveRequest, Taker
 from holdfast.delivery import Delivery, verify_staging
 from holdfast.engine.client import EngineClient
 from holdfast.errors import ConfigError, DeadlineExceeded
-from holdfast.handle import SaveHandle
+from holdfast.handle import SaveHandle, Stage
 from holdfast.limits import limits_of
 from holdfast.outcome import AbortReason
 from holdfast.sharing import Shares
@@ -43,11 +43,9 @@ from holdfast.staging.stager import Staging
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from holdfast.capture import Taker
     from holdfast.checkpoint import Checkpoint
     from holdfast.config import CheckpointConfig
     from holdfast.group import Group
-    from holdfast.handle import Stage
     from holdfast.state.entries import Collector
     from holdfast.storage.local import LocalStorage
 
@@ -99,8 +97,7 @@ class Saver:
         self._lock = threading.Lock()
         self.taken: set[str] = set()
         """Names that are known to be taken: to save to one again is refused at once."""
-        self._closed = False
-        self._warmed_up = False
+        self._closed = self._warmed_up = False
         self._to_stage: queue.SimpleQueue[Capture | Absence | WarmUp | None] = queue.SimpleQueue()
         self._to_finalize: queue.SimpleQueue[Capture | None] = queue.SimpleQueue()
         self._threads = [
@@ -296,9 +293,8 @@ class Saver:
         self._delivery.remove(trash)
 
     def _longest_s(self) -> float:
-        config = self._config
-        one = config.stage_timeout + config.persist_timeout + config.commit_timeout
-        return one * (1 + len(self._in_flight)) + 30.0
+        one_s = self._config.stage_timeout + self._config.persist_timeout + self._config.commit_timeout
+        return one_s * (1 + len(self._in_flight)) + 30.0
 
     def _take_slot(self, handle: SaveHandle) -> bool:
         wait = self._config.when_busy == "wait"
@@ -401,7 +397,7 @@ class Saver:
                 item.give_up(error)
                 go_on = True
             if go_on:
-                item.offer(functools.partial(self._stager.let_go, item))
+                item.offer(partial(self._stager.let_go, item))
                 self._to_finalize.put(item)
             else:
                 item.refuse(item.error or skipped(item.request))
