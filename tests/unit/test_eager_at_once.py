@@ -101,7 +101,7 @@ def test_a_plan_that_turns_out_to_be_another_keeps_what_was_taken(
         for step in (1, 2):
             manager.save(step).result(60)
 
-        def replan(ballots: list[Ballot], _: object) -> Verdict:
+        def replan(ballots: list[Ballot], _: object, **__: object) -> Verdict:
             return Verdict("replan", digests=(ballots[0].digest,), of_rank=(0,))
 
         monkeypatch.setattr(agreement, "judge", replan)

@@ -1012,7 +1012,7 @@ def test_a_manager_that_stays_busy_fails_that_save_and_no_other(
         with held_copies(opens_for_updates=False) as gate:
             first = manager.save(1)
             with monkeypatch.context() as patch:
-                patch.setattr(saver, "before_update", lambda: None)
+                patch.setattr(saver, "_pass_or_give_up", lambda _: None)
                 patch.setattr(saver, "_longest_s", lambda: 0.1)
                 with pytest.raises(DeadlineExceeded, match="all 1 captures stayed in use"):
                     manager.save(2)
