@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 VARIANTS = (
     ("holdfast", False),
     ("holdfast", True),
-    ("dcp-thread", False),
     ("torch-checkpointing", True),
 )
 LATER_SAVES = 2

@@ -9,7 +9,7 @@ from benchmarks.cpu import MemoryWatch
 if TYPE_CHECKING:
     from benchmarks.bench import Bench
 
-CONTENDERS = ("holdfast", "dcp-thread", "torch-checkpointing")
+CONTENDERS = ("holdfast", "dcp-thread")
 EACH_BYTES = 1 << 20
 WARM_SAVES = 10
 LOOKS = 20

@@ -8,6 +8,8 @@ from benchmarks.files import remove
 from benchmarks.peers import PEERS
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from benchmarks.bench import Bench
     from benchmarks.protocol import Worker
 
@@ -15,18 +17,23 @@ LEFT_OUT_ON_TWO = {
     "torch-checkpointing": "for the memory that each keeps for its copies; see the case of one rank",
     "dcp-process": "the slowest in the case of one rank",
 }
-KEPT_BESIDE_PYTHON, KEPT_ON_TWO = 2, 1
+KEPT_BESIDE_COMPUTING, KEPT_BESIDE_PYTHON, KEPT_ON_TWO = 3, 1, 1
 """The fastest peers: beside a busy trainer, a turn of the others takes a quarter of a minute."""
 
 
-def save_turn(bench: Bench, case: str, worker: Worker, busy: str) -> dict[str, Any]:
-    """One save, removed again."""
+def save_turn(
+    bench: Bench, case: str, worker: Worker, busy: str, kept: dict[str, Path] | None = None
+) -> dict[str, Any]:
+    """One save, removed again, unless it is to be ``kept`` there by its contender's name, until its next one."""
     path = bench.target(worker)
     interval_s = bench.interval_s(case) if PEERS[worker.name].asynchronous else 0.0
     try:
         figures = worker.measure("save", path=str(path), busy=busy, interval_s=interval_s)
+        if kept is not None:
+            kept[worker.name] = path
     finally:
-        remove(path)
+        if kept is None or worker.name not in kept:
+            remove(path)
     if worker.name == "raw":
         figures["memcpy_s"] = worker.measure("memcpy")["held_s"]
     return figures
@@ -39,7 +46,7 @@ def one_rank(bench: Bench) -> None:
         bench.rounds(
             "save", workers, lambda worker: save_turn(bench, "save", worker, "idle"), counted=bench.size.rounds
         )
-        _busy(bench, "save", workers, "compute")
+        _busy(bench, "save", workers, "compute", _fastest(bench, "save", KEPT_BESIDE_COMPUTING))
         if bench.size.thorough:
             _busy(bench, "save", workers, "python", _fastest(bench, "save-compute", KEPT_BESIDE_PYTHON))
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from benchmarks.cases.load import run_loads, save_once
+from benchmarks.cases.load import run_loads
 from benchmarks.cases.save import save_turn
 from benchmarks.files import remove
 from benchmarks.peers import PEERS
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from benchmarks.bench import Bench
 
 QUICK = ("raw", "holdfast", "dcp-save")
@@ -33,10 +35,12 @@ def run(bench: Bench) -> None:
     bench.leave_out("small", LEFT_OUT)
     rounds = size.rounds
     with bench.workers("small", peers, state) as workers:
-        bench.rounds("small", workers, lambda worker: save_turn(bench, "small", worker, "idle"), counted=rounds)
-        loading = [worker for worker in workers if worker.alive and PEERS[worker.name].loads]
-        saved = save_once(bench, "small", loading)
+        saved: dict[str, Path] = {}
         try:
+            bench.rounds(
+                "small", workers, lambda worker: save_turn(bench, "small", worker, "idle", saved), counted=rounds
+            )
+            loading = [worker for worker in workers if worker.alive and PEERS[worker.name].loads]
             run_loads(bench, "small", loading, saved, rounds, ("warm",))
         finally:
             for path in saved.values():

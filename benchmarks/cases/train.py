@@ -23,7 +23,7 @@ CONTENDERS = ("holdfast", "dcp-thread", "dcp-process", "torch-checkpointing", "n
 QUICK = ("holdfast", "torch-checkpointing")
 ALONE = "torch-save"
 """Whose worker trains alone: it starts nothing before its first save, and never gets there."""
-BLOCKS_BEFORE = 3
+BLOCKS_BEFORE = 2
 BATCH, LENGTH = 2, 65
 
 
