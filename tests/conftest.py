@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
@@ -13,6 +17,9 @@ from hypothesis import settings
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.register_profile("local", deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+if TYPE_CHECKING:
+    from _object_server import Proxy, Server
 
 _TRIED = pytest.StashKey[Counter[str]]()
 
@@ -27,6 +34,26 @@ def pytest_configure(config: pytest.Config) -> None:
 def tried(pytestconfig: pytest.Config) -> Counter[str]:
     """How often what was tried; a test counts what it has seen survived, and the run ends with the sums."""
     return pytestconfig.stash[_TRIED]
+
+
+@pytest.fixture(scope="session")
+def object_server() -> Iterator[Server]:
+    """An object store in a process of its own, for all tests of a run that need one."""
+    sys.path.append(str(Path(__file__).parent / "compat"))
+    from _object_server import serving
+
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def proxy(object_server: Server) -> Iterator[Proxy]:
+    """A way to that store which can be told to fail."""
+    from _object_server import Proxy
+
+    found = Proxy(object_server)
+    yield found
+    found.close()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:

@@ -20,6 +20,7 @@ from holdfast.errors import HoldfastError
 from holdfast.sync.links import Link
 from holdfast.sync.publisher import Publisher
 from holdfast.sync.receiver import Receiver
+from holdfast.sync.transports.nixl import NixlTransport
 from holdfast.sync.transports.process_group import ProcessGroupTransport
 from holdfast.sync.transports.shared_memory import SharedMemoryTransport
 
@@ -63,6 +64,9 @@ def end_at(word: str | None, number: int, sign: str) -> None:
 def transport_of(kind: str, place: str) -> Any:
     if kind == "gloo":
         return ProcessGroupTransport(place, "gloo", peer_timeout_s=PEER_TIMEOUT_S)
+    if kind == "nixl":
+        os.environ.setdefault("UCX_LOG_FILE", "stderr")  # standard output is ours
+        return NixlTransport(place, peer_timeout_s=PEER_TIMEOUT_S)
     return SharedMemoryTransport(place, peer_timeout_s=PEER_TIMEOUT_S)
 
 

@@ -5,7 +5,9 @@ The ranks of one job play both: the first two publish, as a group of their own, 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,6 +19,9 @@ from worlds import Net, fill, fsdp, tensor_parallel
 import holdfast
 from holdfast.errors import ConfigError, DeadlineExceeded, RootLocked, StateMismatch
 from holdfast.sync.adapters.verl import share_of
+
+if TYPE_CHECKING:
+    from _object_server import Server
 
 PUBLISHERS = 2
 TIMEOUT_S = 40.0
@@ -52,6 +57,35 @@ def versions_in_a_row(place: str) -> None:
     assert late.receive(into, version=2, timeout=TIMEOUT_S) == 2
     assert_same_bits(into, sharded(whole_of(2), mesh, 1), "the pinned version")
     dist.barrier()
+
+
+def versions_on_an_object_store(url: str, options: str) -> None:
+    """Cut by rows where they are published, by columns where they are received; one rank can't put its part."""
+    publishes, group, mesh = roles(PUBLISHERS)
+    right, wrong = json.loads(options), {**json.loads(options), "endpoint": "http://127.0.0.1:1"}
+    broken = publishes and dist.get_rank(group) == 1
+    assert mesh is not None
+    if publishes:
+        half = holdfast.sync.DirectoryTransport(url, process_group=group, store_options=wrong if broken else right)
+        with holdfast.sync.Publisher(half) as publisher, pytest.raises(DeadlineExceeded, match=r"127\.0\.0\.1:1"):
+            publisher.publish(sharded(whole_of(1), mesh, 0), 1, timeout=1.0)
+        whole = holdfast.sync.DirectoryTransport(url, process_group=group, store_options=right)
+        with holdfast.sync.Publisher(whole, keep_versions=1) as publisher:
+            assert publisher.versions == ()
+            for version in (1, 2):
+                done = publisher.publish(sharded(whole_of(version), mesh, 0), version, timeout=TIMEOUT_S)
+                assert done.bytes_sent > 0
+                dist.barrier()
+                dist.barrier()
+            assert publisher.versions == (2,)
+        return
+    receiver = holdfast.sync.Receiver(holdfast.sync.DirectoryTransport(url, store_options=right))
+    into = sharded({name: torch.zeros_like(tensor) for name, tensor in whole_of(0).items()}, mesh, 1)
+    for version in (1, 2):
+        dist.barrier()
+        assert receiver.receive(into, timeout=TIMEOUT_S, streaming=version == 2) == version
+        assert_same_bits(into, sharded(whole_of(version), mesh, 1), f"version {version}")
+        dist.barrier()
 
 
 def a_model_sharded_and_one_in_tensor_parallel(place: str) -> None:
@@ -130,6 +164,11 @@ def trainers_share_what_they_are_handed(place: str) -> None:
 
 def test_versions_in_a_row_arrive_bit_by_bit(tmp_path: Path) -> None:
     run_job(versions_in_a_row, nproc=4, args=[tmp_path / "versions"])
+
+
+def test_versions_on_an_object_store(object_server: Server) -> None:
+    place = f"s3://{object_server.bucket()}/versions"
+    run_job(versions_on_an_object_store, nproc=4, args=[place, json.dumps(object_server.options)])
 
 
 def test_a_model_arrives_in_another_placement(tmp_path: Path) -> None:

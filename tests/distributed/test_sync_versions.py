@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import run_job
-from sync_sides import TIMEOUT_S, assert_same_bits, roles, sharded, transport_of, whole_of
+from sync_sides import KINDS, TIMEOUT_S, assert_same_bits, roles, sharded, transport_of, whole_of
 from worlds import Net, fill, fsdp, tensor_parallel
 
 import holdfast
@@ -54,7 +54,7 @@ def versions_in_a_row(place: str, kind: str, publishers: str, bypass: str) -> No
         dist.barrier()
 
 
-@pytest.mark.parametrize("kind", ["shared memory", "gloo"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("publishers", "receivers"),
     [pytest.param(*counts, marks=() if counts in QUICK else pytest.mark.slow) for counts in COUNTS],
@@ -94,7 +94,7 @@ def fsdp_to_tensor_parallel(place: str, kind: str, versions: str) -> None:
 
 
 @pytest.mark.parametrize("versions", [3, pytest.param(VERSIONS, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["shared memory", "gloo"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_model_goes_from_two_ranks_of_fsdp_to_two_of_tensor_parallelism(
     tmp_path: Path, kind: str, versions: int
 ) -> None:

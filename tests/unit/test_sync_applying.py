@@ -44,7 +44,7 @@ def test_live_tensors_change_at_the_commit_and_not_before() -> None:
     bring(destination, new)
     assert not destination.dirty
     assert not any(tensor.any() for tensor in into.values())
-    destination.commit()
+    destination.commit(1)
     assert not destination.dirty
     assert all(torch.equal(into[name], tensor) for name, tensor in new.items())
 
@@ -58,7 +58,7 @@ def test_streaming_writes_in_place_and_is_dirty_until_the_commit() -> None:
     assert destination.dirty
     destination.abandon()
     assert destination.dirty
-    destination.commit()
+    destination.commit(1)
     assert not destination.dirty
 
 
@@ -68,8 +68,7 @@ def test_the_shadow_is_used_again_and_known_to_hold_what_was_committed() -> None
     first.select(published(into))
     memory = first.memory("a")
     assert first.base is None
-    first.commit()
-    applier.committed(first, 4)
+    first.commit(4)
     second = applier.destination(into, streaming=False)
     second.select(published(into))
     assert second.memory("a") is memory
@@ -79,7 +78,7 @@ def test_the_shadow_is_used_again_and_known_to_hold_what_was_committed() -> None
     third.select(published(into))
     third.memory("a")
     assert third.base is None
-    applier.committed(third, 5)
+    third.commit(5)
     other = {"a": torch.zeros(4)}
     fourth = applier.destination(other, streaming=False)
     fourth.select(published(other))
@@ -91,8 +90,7 @@ def test_streaming_builds_only_on_what_was_committed_to_the_same_tensors() -> No
     applier, into, other = Applier(), {"a": torch.zeros(3)}, {"a": torch.zeros(3)}
     first = applier.destination(into, streaming=False)
     bring(first, into)
-    first.commit()
-    applier.committed(first, 1)
+    first.commit(1)
     assert applier.destination(other, streaming=True).base is None
     second = applier.destination(into, streaming=True)
     assert second.base == 1
@@ -110,7 +108,7 @@ def test_a_module_takes_tied_parameters_once_under_either_name_and_buffers_if_th
     destination = applier.destination(model, streaming=False)
     assert set(destination.select(published(both))) == set(both) - {"head.weight"}
     bring(destination, both)
-    destination.commit()
+    destination.commit(1)
     assert model.head.weight.eq(1).all()
     assert model.table.eq(1).all()
     assert model.norm.running_mean.eq(1).all()
@@ -143,7 +141,7 @@ def test_a_function_is_called_with_whole_tensors_of_its_own(streaming: bool) -> 
         bring(destination, new)
         assert destination.dirty == streaming
         assert len(calls) % 2 == 0
-        destination.commit()
+        destination.commit(1)
         assert not destination.dirty
     assert [name for name, _ in calls] == ["a", "b", "a", "b"]
     assert calls[0][1].data_ptr() != calls[2][1].data_ptr()
@@ -156,11 +154,70 @@ def test_a_function_that_raises_leaves_it_dirty() -> None:
     destination = Applier().destination(refuse, streaming=False)
     bring(destination, {"a": torch.ones(3)})
     with pytest.raises(RuntimeError, match="a"):
-        destination.commit()
+        destination.commit(1)
     assert destination.dirty
 
 
-@pytest.mark.parametrize("into", [7, torch.zeros(3), [torch.zeros(2)], None])
+@pytest.mark.parametrize("into", [7, torch.zeros(3), [torch.zeros(2)], None, {"a": 1.0}])
 def test_what_nothing_can_be_received_into_is_refused(into: Any) -> None:
     with pytest.raises(ConfigError, match="into"):
         Applier().destination(into, streaming=False)
+
+
+class Wrapper(nn.Module):
+    """One that leaves no trace in names, as DDP and ``torch.compile`` do."""
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        return {"": "inner"}
+
+
+def wrapped(name: str) -> str:
+    """As a checkpointed, compiled layer of the publisher has it."""
+    return name.replace("head.", "head._checkpoint_wrapped_module._orig_mod.")
+
+
+def test_wrappers_at_either_side_make_no_difference() -> None:
+    model = Tied()
+    tensors = {name: torch.ones_like(tensor) for name, tensor in model.state_dict().items()}
+    wrapper = Wrapper()
+    wrapper.inner = model
+    for into, named in (
+        (model, {wrapped(name): tensor for name, tensor in tensors.items()}),
+        (wrapper, tensors),
+        (wrapper, {f"inner.{name}": tensor for name, tensor in tensors.items()}),
+    ):
+        nn.init.zeros_(model.head.weight)
+        destination = Applier().destination(into, streaming=True)
+        bring(destination, named)
+        assert model.head.weight.eq(1).all()
+        for unknown in ("gain", "embed._orig_mod.weight"):  # the second would be one that is there too
+            with pytest.raises(StateMismatch) as caught:
+                destination.select(published({**named, unknown: torch.zeros(1)}))
+            assert unknown in caught.value.unexpected
+
+
+def test_streaming_builds_on_nothing_that_was_written_to_or_replaced_since() -> None:
+    applier, into = Applier(), {"a": torch.zeros(3), "b": torch.zeros(2)}
+    for spoil in (
+        lambda: into["a"].add_(1),
+        lambda: into.update(b=torch.zeros(2)),
+        lambda: into.update(c=torch.zeros(1)),
+    ):
+        first = applier.destination(into, streaming=True)
+        bring(first, {name: torch.ones_like(tensor) for name, tensor in into.items()})
+        first.commit(1)
+        assert applier.destination(into, streaming=True).base == 1
+        spoil()
+        second = applier.destination(into, streaming=True)
+        second.select(published(into))
+        second.memory("a")
+        assert second.base is None
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_expanded_tensors_are_refused_before_anything_is_touched(streaming: bool) -> None:
+    into = {"a": torch.zeros(2), "b": torch.zeros(1).expand(3)}
+    destination = Applier().destination(into, streaming=streaming)
+    with pytest.raises(ConfigError, match="b: elements of this tensor share memory"):
+        destination.select(published(into))
+    assert not destination.dirty

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from holdfast.boxes import Box
 from holdfast.sync import moving
 from holdfast.sync.checksums import checksum
 from holdfast.sync.layout import Part, Piece, plan_buckets
@@ -43,3 +44,23 @@ def test_a_walk_gives_and_takes_what_one_copy_would() -> None:
         found[at] ^= 1
         assert walk.take(found, into, "xxh3") != checksum(expected, "xxh3")
         found[at] ^= 1
+
+
+def test_what_is_moved_shows_in_version_counters() -> None:
+    tensor = torch.arange(300_000, dtype=torch.float32).view(300, 1000)
+    piece = Piece("weight", "float32", (300, 1000), (0, 0), (300, 1000))
+    (plan,) = plan_buckets([piece], [[Part(0, piece.offsets, piece.sizes)]], 64 << 20)
+    memory = torch.zeros(plan.nbytes, dtype=torch.uint8)
+    kind, expected = Walk(plan).give([Local(piece.box, tensor)], memory)
+    live = torch.nn.Parameter(torch.zeros(300, 1000))
+    whole, frozen = live.detach(), torch.zeros(300, 1000)
+    before = live._version
+    assert Walk(plan).take(memory, [[Local(piece.box, whole)]], kind) == expected
+    assert live._version > before
+    with torch.inference_mode():
+        unversioned = torch.zeros(300, 1000)
+    upper, lower = Box((0, 0), (100, 1000)), Box((100, 0), (200, 1000))
+    halves = [Local(upper, frozen[:100]), Local(lower, frozen[100:])]
+    assert Walk(plan).take(memory, [[*halves, Local(piece.box, unversioned)]], kind) == expected
+    assert Walk(plan).take(memory, [[Local(piece.box, unversioned)]], kind) == expected
+    assert all(torch.equal(found, tensor) for found in (live, frozen, unversioned))

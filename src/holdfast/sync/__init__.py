@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from holdfast.sync.seam import Published
     from holdfast.sync.transports.cuda_ipc import CudaIpcTransport
     from holdfast.sync.transports.directory import DirectoryTransport
+    from holdfast.sync.transports.nixl import NixlTransport
     from holdfast.sync.transports.process_group import ProcessGroupTransport
     from holdfast.sync.transports.shared_memory import SharedMemoryTransport
 
 _WHERE = {
     "CudaIpcTransport": "holdfast.sync.transports.cuda_ipc",
     "DirectoryTransport": "holdfast.sync.transports.directory",
+    "NixlTransport": "holdfast.sync.transports.nixl",
     "ProcessGroupTransport": "holdfast.sync.transports.process_group",
     "Published": "holdfast.sync.seam",
     "Publisher": "holdfast.sync.publisher",
@@ -36,6 +38,7 @@ _WHERE = {
 __all__ = [
     "CudaIpcTransport",
     "DirectoryTransport",
+    "NixlTransport",
     "ProcessGroupTransport",
     "Published",
     "Publisher",

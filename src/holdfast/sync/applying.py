@@ -14,8 +14,10 @@ Does not: know buckets or peers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -25,14 +27,17 @@ from holdfast.errors import ConfigError
 from holdfast.state.entries import known_dtype, local_tensor, torch_dtype
 from holdfast.state.modules import ModuleSource
 from holdfast.sync.layout import mismatch
-from holdfast.sync.pieces import copy_all, named_tensors
+from holdfast.sync.pieces import check_writable, copy_all, named_tensors
 from holdfast.sync.refusing import allow_calls, refuse_calls
 from holdfast.sync.seam import TensorInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from holdfast.sync.seam import Destination
+
+_WRAPPERS: Final = re.compile(rf"(?:^|(?<=\.))(?:{compat.COMPILED_MODULE}|{compat.CHECKPOINT_WRAPPED})\.")
+"""What ``torch.compile`` and activation checkpointing add to names."""
 
 Apply = Callable[[str, torch.Tensor], object]
 
@@ -44,30 +49,31 @@ class Applier:
         self._kept = _Kept()
         self._module: ModuleSource | None = None
 
-    def destination(self, into: Any, *, streaming: bool) -> Destination:
-        """The destination of one receive. Raises `ConfigError` for what nothing can be received into."""
+    def destination(self, into: Any, *, streaming: bool, committed: Callable[[int], None] | None = None) -> Destination:
+        """The destination of one receive. Raises `ConfigError` for what nothing can be received into.
+
+        committed: called when a version is in place, before the destination says that it is no longer dirty.
+        """
+        committed = committed or _nothing
         if isinstance(into, nn.Module):
             if self._module is None or self._module.modules != (into,):
                 self._module = ModuleSource((), (into,))
                 self._kept = _Kept()
-            return LiveTensors(into, _of_module(self._module, into), self._kept, streaming=streaming)
+            return LiveTensors(into, _of_module(self._module, into), self._kept, committed, streaming=streaming)
         if isinstance(into, Mapping):
-            live = [_Live((name,), tensor, needed=True) for name, tensor in named_tensors(into).items()]
-            return LiveTensors(into, live, self._kept, streaming=streaming)
+            live = [_Live((name,), tensor, needed=True) for name, tensor in named_tensors(into, what="into").items()]
+            return LiveTensors(into, live, self._kept, committed, streaming=streaming)
         if callable(into):
-            return Calls(into, streaming=streaming)
+            return Calls(into, committed, streaming=streaming)
         raise ConfigError(
             f"into is a {type(into).__name__}; expected an nn.Module, a dictionary of tensors, or a function "
             "apply(name, tensor)",
             field="into",
         )
 
-    def committed(self, destination: Destination, version: int) -> None:
-        """``version`` is in place now."""
-        if isinstance(destination, LiveTensors):
-            self._kept.live = destination.into, version
-            if not destination.streaming:
-                self._kept.version = version
+
+def _nothing(version: int) -> None:
+    """Nobody else has to know of ``version``."""
 
 
 class _Kept:
@@ -76,7 +82,25 @@ class _Kept:
     def __init__(self) -> None:
         self.shadow: dict[str, torch.Tensor] = {}
         self.version: int | None = None
-        self.live: tuple[Any, int] | None = None
+        self.live: tuple[int, dict[int, _Stamp]] | None = None
+        """By the ``id`` of the tensor."""
+
+
+class _Stamp(NamedTuple):
+    """A live tensor as it was when a version was committed to it."""
+
+    tensor: torch.Tensor
+    writes: int
+    local_writes: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Stamp:
+        return cls(tensor, compat.version_of(tensor), compat.version_of(local_tensor(tensor)))
+
+    @property
+    def stands(self) -> bool:
+        """Whether nobody has written to it since, as far as torch counts."""
+        return self[1:] == _Stamp.of(self.tensor)[1:]
 
 
 class _Live:
@@ -104,36 +128,75 @@ def _of_module(source: ModuleSource, module: nn.Module) -> list[_Live]:
     return [_Live(tuple(names[key]), tensor, needed=needed) for key, (tensor, needed) in tensors.items()]
 
 
+def _by_own_names(module: nn.Module, lives: Sequence[_Live]) -> list[_Live]:
+    names: dict[int, list[str]] = {}
+    for name, tensor in chain(
+        module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    ):
+        names.setdefault(id(tensor), []).append(name)
+    return [_Live(tuple(names.get(id(live.tensor), live.names)), live.tensor, needed=live.needed) for live in lives]
+
+
+def _by_unwrapped_names(lives: Sequence[_Live], published: Iterable[str]) -> list[_Live]:
+    """By those of the published names that are theirs but for what wrappers at the publisher add."""
+    theirs: dict[str, list[str]] = {}
+    for name in published:
+        theirs.setdefault(_WRAPPERS.sub("", name), []).append(name)
+    return [
+        _Live(tuple(_only(theirs.get(name), name) for name in live.names), live.tensor, needed=live.needed)
+        for live in lives
+    ]
+
+
+def _only(names: Sequence[str] | None, otherwise: str) -> str:
+    return names[0] if names is not None and len(names) == 1 else otherwise
+
+
+def _names_of(lives: Sequence[_Live]) -> set[str]:
+    return {name for live in lives for name in live.names}
+
+
 class LiveTensors:
     """See the module; implements `Destination`."""
 
-    def __init__(self, into: Any, live: Sequence[_Live], kept: _Kept, *, streaming: bool) -> None:
+    def __init__(
+        self, into: Any, live: Sequence[_Live], kept: _Kept, committed: Callable[[int], None], *, streaming: bool
+    ) -> None:
         self.into = into
         self.streaming = streaming
         self.dirty = False
+        self._committed = committed
         self._live = live
         self._kept = kept
         self._wanted: dict[str, torch.Tensor] = {}
         self._base = kept.version
         if streaming:
-            self._base = kept.live[1] if kept.live is not None and kept.live[0] is into else None
+            self._base = self._streaming_base()
 
     @property
     def base(self) -> int | None:
         return self._base
+
+    def _streaming_base(self) -> int | None:
+        """The version that the live tensors hold, if they are those that it was committed to, and still hold it."""
+        version, stamps = self._kept.live or (None, {})
+        mine = {id(live.tensor) for live in self._live}
+        return version if stamps.keys() <= mine and all(stamp.stands for stamp in stamps.values()) else None
 
     def select(self, published: Mapping[str, TensorInfo]) -> tuple[str, ...]:
         wanted: dict[str, torch.Tensor] = {}
         missing: list[str] = []
         known: set[str] = set()
         differing: dict[str, str] = {}
-        for live in self._live:
+        for live in self._named_for(published):
             known.update(live.names)
             name = next((name for name in live.names if name in published), None)
             if name is None:
                 if live.needed:
                     missing.append(live.names[0])
                 continue
+            if (local := local_tensor(live.tensor)).numel():
+                check_writable(name, local)
             wanted[name] = live.tensor
             mine = TensorInfo(tuple(live.tensor.shape), known_dtype(live.tensor, name))
             for published_as in live.names:
@@ -147,7 +210,20 @@ class LiveTensors:
         if missing or unexpected or differing:
             raise mismatch(missing, unexpected, differing)
         self._wanted = wanted
+        if self.streaming and self._kept.live is not None:
+            stamps = self._kept.live[1]
+            if any(id(tensor) not in stamps for tensor in wanted.values()):
+                self._base = None
         return tuple(wanted)
+
+    def _named_for(self, published: Mapping[str, TensorInfo]) -> Sequence[_Live]:
+        """What is live, by the names that are published: those without wrappers, as here, or with what wrappers add."""
+        if not isinstance(self.into, nn.Module) or published.keys() <= _names_of(self._live):
+            return self._live
+        for named in (_by_own_names(self.into, self._live), _by_unwrapped_names(self._live, published)):
+            if published.keys() <= _names_of(named):
+                return named
+        return self._live
 
     def memory(self, name: str) -> torch.Tensor:
         live = self._wanted[name]
@@ -165,12 +241,15 @@ class LiveTensors:
     def complete(self, name: str) -> None:
         """Nothing is to be done before `commit`."""
 
-    def commit(self) -> None:
+    def commit(self, version: int) -> None:
         if not self.streaming:
             self._touch()
             lives = [local_tensor(live) for live in self._wanted.values()]
             copy_all(lives, [local_tensor(self._kept.shadow[name]) for name in self._wanted])
             _finish(lives)
+            self._kept.version = version
+        self._kept.live = version, {id(live): _Stamp.of(live) for live in self._wanted.values()}
+        self._committed(version)
         self.dirty = False
         allow_calls(self.into)
 
@@ -189,10 +268,11 @@ class Calls:
 
     base = None
 
-    def __init__(self, into: Apply, *, streaming: bool) -> None:
+    def __init__(self, into: Apply, committed: Callable[[int], None], *, streaming: bool) -> None:
         self.into = into
         self.streaming = streaming
         self.dirty = False
+        self._committed = committed
         self._published: Mapping[str, TensorInfo] = {}
         self._made: dict[str, torch.Tensor] = {}
 
@@ -211,10 +291,11 @@ class Calls:
             self.dirty = True
             self.into(name, self._made.pop(name))
 
-    def commit(self) -> None:
+    def commit(self, version: int) -> None:
         for name in list(self._made):
             self.dirty = True
             self.into(name, self._made.pop(name))
+        self._committed(version)
         self.dirty = False
 
     def abandon(self) -> None:

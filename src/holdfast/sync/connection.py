@@ -8,7 +8,6 @@ Does not: know what a session is about (``sync.taking``).
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import socket
@@ -23,7 +22,7 @@ from holdfast.sync import messages
 from holdfast.sync.deadline import Deadline
 from holdfast.sync.links import Ended, Hub, Link, connect
 from holdfast.sync.rendezvous import PLACES, Place, Places, Rendezvous, this_machine
-from holdfast.sync.waiting import Aside, beat_interval_s
+from holdfast.sync.waiting import Aside, Leaving, beat_interval_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +33,8 @@ if TYPE_CHECKING:
 
 _CONNECT_S: Final = 5.0
 _LOOK_S_MIN: Final = 0.01
-_LOOK_S_MAX: Final = 0.25
+_LOOK_S_MAX: Final = 0.05
+"""Receivers that wait for a publisher shall find it within moments of one another (`coordinating.SETTLE_S`)."""
 _numbers = itertools.count(1)
 _M = TypeVar("_M")
 
@@ -58,7 +58,9 @@ class Told(NamedTuple):
 class Connection:
     """Links to every rank of a publisher in one of its lives."""
 
-    def __init__(self, places: Places, channels: Channels, deadline: Deadline, *, peer_timeout_s: float) -> None:
+    def __init__(
+        self, places: Places, channels: Channels, deadline: Deadline, leaving: Leaving, *, peer_timeout_s: float
+    ) -> None:
         """Connect to all ranks, and say who this is. Raises `OSError`."""
         self.incarnation = places.incarnation
         self.name = f"{socket.gethostname()}:{os.getpid()}:{next(_numbers)}"
@@ -67,6 +69,7 @@ class Connection:
         self.session = 0
         self.phase = "idle"
         self.version: int | None = None
+        self._leaving = leaving
         self._peer_timeout_s = peer_timeout_s
         self._beat_s = beat_interval_s(peer_timeout_s)
         self._beat_at = 0.0
@@ -158,9 +161,20 @@ class Connection:
         heard = self._heard[rank]
         while heard:
             message = heard.popleft()
-            if isinstance(message, kind) and (not self.session or getattr(message, "session", 0) == self.session):
+            if isinstance(message, kind) and (not self.session or _session_of(message) == self.session):
                 return message
         return None
+
+    def heard(self, rank: int, kind: type[_M]) -> list[_M]:
+        """Messages of ``kind`` that ``rank`` has said in this session by now and `next` has yet to return."""
+        self._hear(0.0)
+        return [said for said in self._heard[rank] if isinstance(said, kind) and _session_of(said) == self.session]
+
+    def check(self, rank: int) -> None:
+        """Raise as `next` does if it was said by now that the session is given up, or ``rank`` is gone."""
+        self._hear(0.0)
+        if rank in self._ended:
+            raise self._gone(rank, self._ended[rank])
 
     def aside(self, rank: int, function: Callable[[], Any], deadline: Deadline, *, what: str) -> Any:
         """What ``function``, which blocks, returns or raises; it is left behind when waiting for it raises."""
@@ -172,6 +186,7 @@ class Connection:
     def wait(self, deadline: Deadline, rank: int, what: str, *, only_rank: bool = False) -> None:
         """Hear what is said next, if only for a moment. Raises as `next` does."""
         link = self.links[rank]
+        self._leaving.check()
         self.beat()
         if not self._ended or (only_rank and rank not in self._ended):
             self._hear(min(deadline.left_s(), self._beat_s))
@@ -227,6 +242,11 @@ class Connection:
         )
 
 
+def _session_of(said: object) -> int:
+    number: int = getattr(said, "session", 0)
+    return number
+
+
 def _hosts(place: Place, rank: int, *, near_only: bool) -> tuple[str, ...]:
     if place.machine == this_machine():
         return ("127.0.0.1", *place.hosts)
@@ -236,11 +256,17 @@ def _hosts(place: Place, rank: int, *, near_only: bool) -> tuple[str, ...]:
 
 
 def meet(
-    rendezvous: Rendezvous, channels: Channels, deadline: Deadline, *, peer_timeout_s: float, once: bool = False
+    rendezvous: Rendezvous,
+    channels: Channels,
+    deadline: Deadline,
+    leaving: Leaving,
+    *,
+    peer_timeout_s: float,
+    once: bool = False,
 ) -> Connection | None:
     """A connection to the publisher that is found at ``rendezvous``; waits for one unless ``once``, then None.
 
-    Raises `DeadlineExceeded`, which says what was in the way at last.
+    Raises `DeadlineExceeded`, which says what was in the way at last; `ConfigError` if the receiver is closed.
     """
     pause_s, why = _LOOK_S_MIN, "no publisher has been there"
     while True:
@@ -249,7 +275,7 @@ def meet(
             if found:
                 places = msgspec.msgpack.decode(found, type=Places)
                 limit = Deadline.after(min(_CONNECT_S, max(deadline.left_s(), 0.1)))
-                return Connection(places, channels, limit, peer_timeout_s=peer_timeout_s)
+                return Connection(places, channels, limit, leaving, peer_timeout_s=peer_timeout_s)
         except (OSError, HoldfastError, msgspec.MsgspecError) as error:
             why = str(error)
         if once:
@@ -259,6 +285,5 @@ def meet(
                 f"a publisher to be found at {rendezvous.shown} ({why})",
                 "start it, give both sides the same rendezvous, or raise the timeout of receive",
             )
-        with contextlib.suppress(InterruptedError):
-            time.sleep(min(pause_s, deadline.left_s()))
+        leaving.sleep(min(pause_s, deadline.left_s()))
         pause_s = min(pause_s * 1.5, _LOOK_S_MAX)

@@ -5,7 +5,8 @@
 
 A version can be sent when every publisher rank has offered it. What is kept is sent to whoever asks, at once. What is
 sent directly, and what a fleet takes together, waits for those that have joined: a receiver that is there and doesn't
-ask is waited for as long as a peer may be silent, and left out then.
+ask is waited for as long as a peer may be silent, and for no more than half of the time that `publish` has; then it is
+left out.
 
 Guarantees: one session at a time. A new one begins only when each member of the last has said whether it has the
 version, or was given up. With ``atomic_fleet`` the decision is in the rendezvous before any member is told of it. An
@@ -46,6 +47,8 @@ _MISTAKES: Final = (StateMismatch, ConfigError, CheckpointCorrupt)
 """What a member may say that `publish` raises too: both sides have something to put right."""
 AGAIN_S: Final = 0.5
 """A receiver that got a wrong byte, and asks again within this, gets the version from the same `publish`."""
+ANSWER_S: Final = 2.0
+"""Who is silent for longer may well be gone: it speaks every second. A publish that is late waits no longer for it."""
 NEWS_S: Final = 0.25
 """That a publisher rank has ended is heard about as soon on every link, but a member's word for it may come first."""
 
@@ -61,6 +64,10 @@ class Host(Pump, Protocol):
     @property
     def guests(self) -> Iterable[Guest]: ...
     def guest(self, name: str) -> Guest | None: ...
+    def give_up(self, guest: Guest, why: str) -> None:
+        """End its link; it is lost."""
+        ...
+
     @property
     def sources(self) -> Mapping[int, Offered]: ...
     def finish(self, version: int, outcome: Outcome) -> None:
@@ -235,7 +242,9 @@ class Coordinator:
         if not self._sessions and since_s < SETTLE_S:
             return False
         idle = any(guest.ask is None and guest.settled != version for guest in self._host.guests)
-        return not idle or since_s >= self._peer_timeout_s
+        direct = self._offers.direct()
+        is_pressing = direct is not None and direct.deadline.left_s() < direct.deadline.timeout_s / 2
+        return not idle or is_pressing or since_s >= self._peer_timeout_s
 
     def _waited_for(self) -> str:
         """What a direct publish waits for now."""
@@ -244,7 +253,9 @@ class Coordinator:
             count = len(list(self._host.guests))
             return f"a receiver to ask for the version ({count} are connected, {self._joined} ever were)"
         names = ", ".join(member.name for member in session.members if not member.is_over)
-        return f"receivers {names} to take version {session.version} ({session.phase})"
+        silent = ", ".join(map(str, self._offers.silent(ANSWER_S)))
+        of_ranks = f"; publisher rank(s) {silent} say nothing" if silent else ""
+        return f"receivers {names} to take version {session.version} ({session.phase}{of_ranks})"
 
     @property
     def is_waiting(self) -> bool:
@@ -271,7 +282,7 @@ class Coordinator:
         self._sessions += 1
         session = self.session = Session(self._sessions, job.version, job.guests, atomic=self._options.atomic_fleet)
         names = tuple(member.name for member in session.members)
-        self._offers.tell(messages.Begin(session.number, session.version, names, 0, session.atomic))
+        self._offers.begin(messages.Begin(session.number, session.version, names, 0, session.atomic))
         for member in session.members:
             ask = member.guest.ask.number if member.guest.ask is not None else 0
             member.guest.link.expect()
@@ -366,8 +377,17 @@ class Coordinator:
             if not member.is_over:
                 member.guest.link.expect()
                 member.guest.link.send(said)
-        self._host.pump(lambda: all(member.is_over for member in session.members))
+        self._host.pump(lambda: self._have_answered(session))
         return reason.cause() if ends else None
+
+    def _have_answered(self, session: Session) -> bool:
+        left = [member for member in session.members if not member.is_over]
+        offered = self._host.sources.get(session.version)
+        if offered is not None and offered.direct and offered.deadline.passed():
+            for member in left:
+                if member.guest.link.silent_s > ANSWER_S:
+                    self._host.give_up(member.guest, f"it was silent for {member.guest.link.silent_s:.1f} s")
+        return all(member.is_over for member in left)
 
     def _count(self, session: Session, offered: Offered, error: HoldfastError | None) -> None:
         tally = self._offers.tally if offered.direct else Tally()

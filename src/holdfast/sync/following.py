@@ -45,7 +45,7 @@ class Follower:
         pass
 
     def offered(self, offered: Offered) -> None:
-        self.zero.send(messages.Offer(offered.version, offered.direct))
+        self.zero.send(messages.Offer(offered.version))
 
     def withdrawn(self, version: int, reason: AbortReason | None) -> None:
         self.zero.send(messages.Withdraw(version, reason))

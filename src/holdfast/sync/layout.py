@@ -363,12 +363,7 @@ class _Filling:
                 bucket = self._begin(lane)
                 rest.append(box)
             else:
-                raise ConfigError(
-                    f"a row of {piece.name!r} ({piece.dtype} {list(piece.shape)}) has "
-                    f"{(box.sizes[-1] if box.sizes else 1) * itemsize} bytes, but buckets have {self._limit}: a row of "
-                    "the last dimension can't be cut; give a larger bucket_bytes",
-                    field="bucket_bytes",
-                )
+                raise unfit(piece.name, piece.dtype, piece.shape, row_bytes(box.sizes, itemsize), self._limit)
 
     def _begin(self, lane: Lane) -> _Bucket:
         bucket = self._open[lane] = _Bucket(lane)
@@ -387,6 +382,20 @@ def _head(box: Box, most: int, *, whole_rows: bool) -> Box | None:
         if inner <= most:
             return Box(box.offsets, (*(1,) * dim, min(size, most // inner), *box.sizes[dim + 1 :]))
     return None
+
+
+def row_bytes(sizes: Sequence[int], itemsize: int) -> int:
+    """Bytes of what is never cut: a row of the last dimension, of a vector an element."""
+    return (sizes[-1] if len(sizes) > 1 else 1) * itemsize
+
+
+def unfit(name: str, dtype: str, shape: Sequence[int], row: int, limit: int) -> ConfigError:
+    """The error for a row that is longer than a bucket."""
+    return ConfigError(
+        f"a row of {name!r} ({dtype} {list(shape)}) has {row} bytes, but buckets have {limit}: a row of the last "
+        "dimension, or an element of a vector, can't be cut; give a larger bucket_bytes",
+        field="bucket_bytes",
+    )
 
 
 def runs_of(box: Box, most: int) -> Iterator[Box]:

@@ -200,10 +200,9 @@ class Peer(Message, frozen=True):
 
 
 class Offer(Message, frozen=True):
-    """This rank has ``version`` to send; ``direct``: for as long as `publish` waits."""
+    """This rank has ``version`` to send."""
 
     version: int
-    direct: bool
 
 
 class Withdraw(Message, frozen=True):

@@ -2,8 +2,8 @@
 
     Offer of every rank -> available -> ... -> Finished, to every rank, with what its `publish` returns or raises
 
-Guarantees: a version is available only while every rank has it. A direct publish that is late, or that ranks call with
-different versions, ends on all of them with the same error.
+Guarantees: a version is available only while every rank has it. A direct publish that is late ends on all of them with
+the same error.
 Does not: know who asks (``sync.coordinating``).
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from holdfast.errors import ConfigError, HoldfastError
 from holdfast.outcome import AbortReason
 from holdfast.sync import messages
 from holdfast.sync.waiting import Outcome
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from holdfast.engine.messages import Message
+    from holdfast.errors import HoldfastError
     from holdfast.sync.links import Link
     from holdfast.sync.waiting import Offered
 
@@ -31,7 +31,6 @@ class _Rank:
 
     link: Link
     versions: set[int] = field(default_factory=set)
-    direct: int | None = None
     newest: int = -1
 
 
@@ -89,7 +88,6 @@ class Offers:
         if isinstance(message, messages.Offer):
             told.versions.add(message.version)
             told.newest = max(told.newest, message.version)
-            told.direct = message.version if message.direct else None
         elif isinstance(message, messages.Withdraw):
             told.versions.discard(message.version)
             if message.reason is not None and message.version in self._sources:
@@ -99,6 +97,16 @@ class Offers:
         """All other ranks."""
         for rank in self._ranks.values():
             rank.link.send(message)
+
+    def begin(self, message: messages.Begin) -> None:
+        """Tell all other ranks of a session; from now on their silence counts."""
+        for rank in self._ranks.values():
+            rank.link.expect()
+        self.tell(message)
+
+    def silent(self, seconds: float) -> list[int]:
+        """The ranks that have said nothing for so long."""
+        return [rank for rank, told in self._ranks.items() if told.link.silent_s > seconds]
 
     def available(self) -> set[int]:
         """The versions that every rank has."""
@@ -123,27 +131,18 @@ class Offers:
         self.tell(messages.Finished(version, committed, lost, reason))
         for rank in self._ranks.values():
             rank.versions.discard(version)
-            rank.direct = None if rank.direct == version else rank.direct
         self._finish_here(version, Outcome(committed, lost, reason))
 
     def end_late(self, waited_for: str) -> None:
-        """End a direct publish whose deadline has passed, or that other ranks call with another version."""
+        """End a direct publish whose deadline has passed."""
         direct = self.direct()
-        if direct is None:
-            return
-        for rank, told in self._ranks.items():
-            if told.direct not in (None, direct.version):
-                message = f"rank 0 publishes version {direct.version}, but rank {rank} version {told.direct}"
-                error = ConfigError(f"{message}; all ranks publish alike", field="version")
-                self.tell(messages.Finished(told.direct or 0, 0, 0, AbortReason.of(error, rank=0)))
-                told.direct = None
-                self.finish(direct.version, error)
-                return
-        if direct.deadline.passed():
+        if direct is not None and direct.deadline.passed():
             self.finish(direct.version, self.late(direct, waited_for))
 
     def late(self, direct: Offered, waited_for: str) -> HoldfastError:
         """What a direct publish fails with when its deadline has passed."""
+        if direct.unfit is not None:
+            return direct.unfit
         absent = [rank for rank in range(1, self._world) if rank not in self._ranks]
         absent += [rank for rank, told in self._ranks.items() if direct.version not in told.versions]
         if absent:

@@ -34,6 +34,7 @@ from holdfast.state.entries import (
     describe,
     known_dtype,
     local_tensor,
+    shares_memory,
     torch_dtype,
 )
 from holdfast.state.structure import LayoutTable, part_of, structure_of
@@ -63,8 +64,10 @@ class Local(NamedTuple):
     tensor: torch.Tensor
 
 
-def named_tensors(weights: Any) -> dict[str, torch.Tensor]:
+def named_tensors(weights: Any, *, what: str = "weights") -> dict[str, torch.Tensor]:
     """``weights``, a mapping or an iterable of (name, tensor), as a dictionary in the order given.
+
+    what: the argument that it is, for messages.
 
     Raises:
         ConfigError: it is something else, a name comes twice or can't be used, or a tensor can't be sent; names it.
@@ -73,16 +76,14 @@ def named_tensors(weights: Any) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for item in items:
         if not isinstance(item, tuple | list) or len(item) != 2:
-            raise ConfigError(
-                f"weights has {type(item).__name__} in it; expected pairs (name, tensor)", field="weights"
-            )
+            raise ConfigError(f"{what} has {type(item).__name__} in it; expected pairs (name, tensor)", field=what)
         name, tensor = item
         if not isinstance(name, str) or not name or name == PER_RANK:
-            raise ConfigError(f"weights has the name {name!r}; expected a string that isn't empty", field="weights")
+            raise ConfigError(f"{what} has the name {name!r}; expected a string that isn't empty", field=what)
         if not isinstance(tensor, torch.Tensor):
-            raise ConfigError(f"{name}: weights has {type(tensor).__name__} there; expected a tensor", field=name)
+            raise ConfigError(f"{name}: {what} has {type(tensor).__name__} there; expected a tensor", field=name)
         if name in found:
-            raise ConfigError(f"{name}: weights has this name twice; give each tensor its own", field=name)
+            raise ConfigError(f"{name}: {what} has this name twice; give each tensor its own", field=name)
         found[name] = tensor
     return found
 
@@ -134,7 +135,7 @@ class Look:
         self.structure: Structure = structure_of(collected, {})
         self.encoded = encode_structure(self.structure)
         self.digest = digest_of(self.encoded)
-        self._looks = {entry.name: describe(entry) for entry in entries}
+        self._looks = {name: describe(tensor) for name, tensor in tensors.items()}
         self._order = {entry.name: place for place, entry in enumerate(entries)}
 
     def stands(self, tensors: Weights) -> bool:
@@ -142,7 +143,7 @@ class Look:
         if len(tensors) != len(self._looks):
             return False
         looks = self._looks
-        return all(looks.get(entry.name) == describe(entry) for entry in _entries(tensors))
+        return all(looks.get(name) == describe(tensor) for name, tensor in tensors.items())
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -205,6 +206,16 @@ class Outgoing:
 # What a receiver has places for --------------------------------------------------------------------------------
 
 
+def check_writable(name: str, local: torch.Tensor) -> None:
+    """Raise `ConfigError` if nothing can be received into ``local``."""
+    if shares_memory(local):
+        raise ConfigError(
+            f"{name}: elements of this tensor share memory (it was expanded), so nothing can be received into it; give "
+            "a contiguous one",
+            field=name,
+        )
+
+
 def places_of(tensors: Weights, *, rank: int = 0) -> tuple[list[Wanted], dict[str, list[Local]]]:
     """What the tensors of a receiver have places for, and by name the memory that it goes to.
 
@@ -223,12 +234,7 @@ def places_of(tensors: Weights, *, rank: int = 0) -> tuple[list[Wanted], dict[st
         shape, dtype = tuple(tensor.shape), known_dtype(tensor, name)
         found = [Local(box, view) for box, view in layouts.views_of(tensor, name, rank)]
         for _, view in found:
-            if any(step == 0 and size > 1 for step, size in zip(view.stride(), view.shape, strict=True)):
-                raise ConfigError(
-                    f"{name}: elements of this tensor share memory (it was expanded), so nothing can be received "
-                    "into it; give a contiguous one",
-                    field=name,
-                )
+            check_writable(name, view)
         places[name] = found
         boxes = [box for box, _ in found] or [Box((0,) * len(shape), (0,) * len(shape))]
         wanted += [Wanted(name, dtype, shape, box) for box in boxes]

@@ -62,11 +62,11 @@ class Publisher:
     ) -> None:
         options = PublisherOptions(
             bucket_bytes=_positive("bucket_bytes", bucket_bytes),
-            bypass_cpu=_flag("bypass_cpu", bypass_cpu),
+            bypass_cpu=checked_flag("bypass_cpu", bypass_cpu),
             keep_versions=_positive("keep_versions", keep_versions),
-            atomic_fleet=_flag("atomic_fleet", atomic_fleet),
+            atomic_fleet=checked_flag("atomic_fleet", atomic_fleet),
             receivers=_positive("receivers", receivers),
-            delta=_flag("delta", delta),
+            delta=checked_flag("delta", delta),
             full_every=_positive("full_every", full_every),
             captures=None if manager is None else _captures_of(manager, bypass_cpu=bypass_cpu),
         )
@@ -103,15 +103,19 @@ class Publisher:
             raise ConfigError("this publisher is closed; make a new one", field="publisher")
         deadline = Deadline.after(checked_seconds("timeout", timeout))
         version = checked_version(version)
+        published = self._half.publish(lambda: self._checked(weights, version), version, deadline)
+        self._newest = version
+        return published
+
+    def _checked(
+        self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], version: int
+    ) -> dict[str, torch.Tensor]:
         if self._newest is not None and version <= self._newest:
             raise ConfigError(
                 f"version {version} isn't greater than {self._newest}, which was published before; versions only go up",
                 field="version",
             )
-        tensors = named_tensors(weights)
-        published = self._half.publish(tensors, version, deadline)
-        self._newest = version
-        return published
+        return named_tensors(weights)
 
     def pin(self, version: int) -> None:
         """Keep ``version`` until it is unpinned. Raises `CheckpointNotFound` if it isn't kept (any more)."""
@@ -181,7 +185,8 @@ def _positive(name: str, value: object) -> int:
     return value
 
 
-def _flag(name: str, value: object) -> bool:
+def checked_flag(name: str, value: object) -> bool:
+    """``value``; `ConfigError` unless it is True or False."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name} must be True or False, not {value!r}", field=name)
     return value

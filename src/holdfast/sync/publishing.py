@@ -23,10 +23,12 @@ import torch
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.group import Group, open_group
 from holdfast.outcome import AbortReason
-from holdfast.plan.structure import decode_structure
+from holdfast.state.entries import known_dtype, local_tensor
 from holdfast.sync.captured import Captured, Shared, captured_of
 from holdfast.sync.delta import History, extent_sums
+from holdfast.sync.layout import row_bytes, unfit
 from holdfast.sync.links import listener
+from holdfast.sync.looks import Exchange, Looks
 from holdfast.sync.pieces import Look, Outgoing
 from holdfast.sync.rendezvous import PLACES, Place, Places, hosts_here, open_rendezvous, this_machine
 from holdfast.sync.seam import Published
@@ -53,19 +55,6 @@ _NEWS_S: Final = 5.0
 """Rank 0 knows that a deadline has passed; its word takes a moment."""
 
 
-class _Looks(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank's weights look like: a structure, encoded where it is new; or why it can't publish."""
-
-    rank: int
-    digest: str
-    encoded: bytes | None
-    failure: AbortReason | None
-    capture: int | None = None
-    """Of which save this rank has a capture of the same moment; None if of none."""
-    apart: tuple[str, ...] = ()
-    """Which of its weights that one lacks."""
-
-
 class _Cut(NamedTuple):
     """What this rank has to send of one version. ``lying``: numbers of the pieces that lie in ``captured``."""
 
@@ -74,6 +63,21 @@ class _Cut(NamedTuple):
     pieces: list[Local]
     lying: frozenset[int] = frozenset()
     captured: Captured | None = None
+    unfit: HoldfastError | None = None
+
+
+class _Agreed(NamedTuple):
+    """What this rank publishes, and what all ranks' looks come to.
+
+    ``apart``: the names that aren't taken from the capture; None if none are.
+    """
+
+    weights: Mapping[str, torch.Tensor]
+    look: Look
+    captured: Captured | None
+    digests: tuple[str, ...]
+    apart: frozenset[str] | None
+    unfit: HoldfastError | None
 
 
 class LinkedPublishing:
@@ -115,31 +119,24 @@ class LinkedPublishing:
         )
         self._server.start()
         self._look: Look | None = None
-        self._digests: tuple[str, ...] = ()
-        self._told: set[str] = set()
-        self._structures: dict[str, Any] = {}
+        self._unfit: HoldfastError | None = None
+        self._looks = Exchange(self._group.board)
         self._outgoing: tuple[Look, tuple[str, ...], Outgoing, str] | None = None
         self._shared: tuple[Shared, str] | None = None
         self._history = History(full_every=options.full_every) if options.delta else None
         self._history_lock = threading.Lock()
-        self._round = 0
-        self._first_round = 0
-        """Of those that are on the board; rank 0's count."""
         self._newest_out = -1
         self._offered: set[int] = set()
         if self._captures is not None:
             self._captures.join()
 
-    def publish(self, weights: Mapping[str, torch.Tensor], version: int, deadline: Deadline) -> Published:
+    def publish(self, weights: Callable[[], Mapping[str, torch.Tensor]], version: int, deadline: Deadline) -> Published:
         began, before = time.monotonic(), self._server.bytes_sent
         if self._server.fatal is not None:
             raise self._server.fatal
-        if version <= self._newest_out:
-            raise ConfigError(
-                f"version {version} isn't greater than {self._newest_out}, which receivers have", field="version"
-            )
+        look = self._agreed_look(weights, version, deadline)
         try:
-            cut = self._cut(weights, deadline)
+            cut = self._cut(look)
         except HoldfastError as error:
             self._server.withdraw(version, AbortReason.of(error, rank=self._group.rank))
             raise
@@ -150,7 +147,7 @@ class LinkedPublishing:
             source = Source(
                 version, cut.table, cut.digest, lambda: contextlib.nullcontext(cut.pieces), self._changes(version)
             )
-            receivers, lost = self._send(source, deadline)
+            receivers, lost = self._send(source, cut.unfit, deadline)
         else:
             self._stage(self._store, version, cut, deadline)
         return Published(
@@ -178,6 +175,7 @@ class LinkedPublishing:
             self._captures.leave()
             self._captures = None
         self._server.close(_CLOSE_S)
+        self._channels.close()
         if self._store is not None:
             self._store.close()
         if self._rendezvous is not None:
@@ -190,77 +188,68 @@ class LinkedPublishing:
 
     # before -------------------------------------------------------------------------------------------------------
 
-    def _cut(self, weights: Mapping[str, torch.Tensor], deadline: Deadline) -> _Cut:
-        look = self._look
+    def _agreed_look(
+        self, given: Callable[[], Mapping[str, torch.Tensor]], version: int, deadline: Deadline
+    ) -> _Agreed:
+        """This rank's weights and what they look like, when all ranks would publish this version.
+
+        Where a rank can't, all raise why.
+        """
+        rank, structures = self._group.rank, self._looks.structures
         try:
-            if look is None or not look.stands(weights):
-                look = Look(weights, rank=self._group.rank, group_ranks=self._group.ranks)
-        except HoldfastError as error:
-            if self._group.world > 1:
-                self._say(_Looks(self._group.rank, "", None, AbortReason.of(error, rank=self._group.rank)))
+            weights, look, captured = self._look_at(given, version, deadline)
+        except BaseException as error:
+            self._looks.fail(Looks(rank, version, "", failure=AbortReason.of(error, rank=rank)))
             raise
-        held = None if self._captures is None else self._captures.held
-        captured = None if held is None else captured_of(held, look, weights, timeout_s=deadline.left_s())
-        digests, apart = self._agree(look, captured, deadline)
+        if look is not self._look:
+            self._unfit = _unfit(weights, self._options.bucket_bytes)
+        number = None if captured is None else captured.number
+        apart = () if captured is None else tuple(set(look.names).difference(captured.names))
+        reason = None if self._unfit is None else AbortReason.of(self._unfit, rank=rank)
+        mine = Looks(rank, version, look.digest, look.encoded, unfit=reason, capture=number, apart=apart)
+        structures[look.digest] = look.structure
+        found = self._looks.exchange(mine, deadline)
+        digests = tuple(said.digest for said in found)
+        if not any(structures[digest].tensors for digest in digests):
+            raise ConfigError(
+                "weights is empty: there is nothing to publish; an iterator gives its tensors once", field="weights"
+            )
+        misfit = next((said.unfit.cause() for said in found if said.unfit is not None), None)
+        if misfit is not None and self._store is not None:
+            raise misfit
         self._look = look
+        is_shared = number is not None and all(said.capture == number for said in found)
+        names = frozenset(name for said in found for name in said.apart) if is_shared else None
+        return _Agreed(weights, look, captured, digests, names, misfit)
+
+    def _look_at(
+        self, given: Callable[[], Mapping[str, torch.Tensor]], version: int, deadline: Deadline
+    ) -> tuple[Mapping[str, torch.Tensor], Look, Captured | None]:
+        weights, look = given(), self._look
+        if version <= self._newest_out:
+            raise ConfigError(
+                f"version {version} isn't greater than {self._newest_out}, which receivers have", field="version"
+            )
+        if look is None or not look.stands(weights):
+            look = Look(weights, rank=self._group.rank, group_ranks=self._group.ranks)
+        held = None if self._captures is None else self._captures.held
+        return weights, look, None if held is None else captured_of(held, look, weights, timeout_s=deadline.left_s())
+
+    def _cut(self, agreed: _Agreed) -> _Cut:
+        """What this rank sends of them."""
+        look, captured = agreed.look, agreed.captured
         made = self._outgoing
-        if made is None or made[0] is not look or made[1] != digests:
-            outgoing = Outgoing(look, self._structures, digests)
-            made = self._outgoing = look, digests, outgoing, digest_of(outgoing.table)
-        pieces = made[2].locals(weights)
-        if captured is None or apart is None:
-            return _Cut(made[2].table, made[3], pieces)
-        if self._shared is None or not self._shared[0].is_for(captured, made[2], apart):
-            shared = Shared(captured, made[2], look, apart)
+        if made is None or made[0] is not look or made[1] != agreed.digests:
+            outgoing = Outgoing(look, self._looks.structures, agreed.digests)
+            made = self._outgoing = look, agreed.digests, outgoing, digest_of(outgoing.table)
+        pieces = made[2].locals(agreed.weights)
+        if captured is None or agreed.apart is None:
+            return _Cut(made[2].table, made[3], pieces, unfit=agreed.unfit)
+        if self._shared is None or not self._shared[0].is_for(captured, made[2], agreed.apart):
+            shared = Shared(captured, made[2], look, agreed.apart)
             self._shared = shared, made[3] if shared.table is made[2].table else digest_of(shared.table)
         shared, digest = self._shared
-        return _Cut(shared.table, digest, shared.locals(captured, pieces), shared.lying, captured)
-
-    def _agree(
-        self, look: Look, captured: Captured | None, deadline: Deadline
-    ) -> tuple[tuple[str, ...], frozenset[str] | None]:
-        """The digests of all ranks' looks; what hasn't been seen before is in `_structures` then.
-
-        Also the names that aren't taken from the capture, where all ranks have one of the same save; else None.
-        """
-        number = None if captured is None else captured.number
-        lacking = () if captured is None else tuple(set(look.names).difference(captured.names))
-        if self._group.world == 1:
-            self._structures[look.digest] = look.structure
-            return (look.digest,), None if captured is None else frozenset(lacking)
-        encoded = None if look.digest in self._told else look.encoded
-        key = self._say(_Looks(self._group.rank, look.digest, encoded, None, number, lacking))
-        self._told.add(look.digest)
-        entries = self._group.board.wait_entries(
-            key,
-            self._group.world,
-            timeout_s=deadline.left_s(),
-            waiting_for="all publisher ranks to publish this version",
-        )
-        if self._group.rank == 0:
-            self._forget_rounds()
-        found = sorted((msgspec.msgpack.decode(entry, type=_Looks) for entry in entries or ()), key=lambda it: it.rank)
-        for said in found:
-            if said.failure is not None:
-                raise said.failure.cause()
-            if said.encoded is not None and said.digest not in self._structures:
-                self._structures[said.digest] = decode_structure(said.encoded)
-        is_shared = number is not None and all(said.capture == number for said in found)
-        apart = frozenset(name for said in found for name in said.apart) if is_shared else None
-        return tuple(said.digest for said in found), apart
-
-    def _say(self, looks: _Looks) -> str:
-        """Tell all ranks, in this round; returns under which key."""
-        key = f"looks/{self._round}"
-        self._round += 1
-        self._group.board.append(key, msgspec.msgpack.encode(looks))
-        return key
-
-    def _forget_rounds(self) -> None:
-        """All ranks have spoken in the last round, so none will look at what was said in those before."""
-        while self._first_round < self._round - 1:
-            self._group.board.delete_list(f"looks/{self._first_round}")
-            self._first_round += 1
+        return _Cut(shared.table, digest, shared.locals(captured, pieces), shared.lying, captured, agreed.unfit)
 
     def _note_sums(self, version: int, cut: _Cut) -> None:
         if self._history is not None:
@@ -283,8 +272,8 @@ class LinkedPublishing:
 
     # after --------------------------------------------------------------------------------------------------------
 
-    def _send(self, source: Source, deadline: Deadline) -> tuple[int, int]:
-        awaited = self._server.offer(Offered(source, direct=True, deadline=deadline))
+    def _send(self, source: Source, unfit: HoldfastError | None, deadline: Deadline) -> tuple[int, int]:
+        awaited = self._server.offer(Offered(source, direct=True, deadline=deadline, unfit=unfit))
         outcome = awaited.wait(deadline.left_s() + _NEWS_S)
         if outcome is None:
             error = deadline.exceeded(
@@ -328,6 +317,16 @@ class LinkedPublishing:
         if self._store is None:
             raise ConfigError("this publisher keeps no versions; make it with bypass_cpu=False", field="bypass_cpu")
         return self._store
+
+
+def _unfit(weights: Mapping[str, torch.Tensor], bucket_bytes: int) -> HoldfastError | None:
+    """Why this rank's tensors can't be sent in buckets of so many bytes, if they can't."""
+    for name, tensor in weights.items():
+        local = local_tensor(tensor)
+        row = row_bytes(local.shape, local.itemsize)
+        if row > bucket_bytes and local.numel():
+            return unfit(name, known_dtype(tensor, name), tensor.shape, row, bucket_bytes)
+    return None
 
 
 def _take_in(store: VersionStore, version: int, cut: _Cut, let_go: Callable[[], None]) -> None:

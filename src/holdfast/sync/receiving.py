@@ -20,6 +20,7 @@ from holdfast.sync.connection import Aborted, Connection, meet
 from holdfast.sync.deadline import Deadline
 from holdfast.sync.rendezvous import ABORT, COMMIT, Rendezvous, decision_key, open_rendezvous
 from holdfast.sync.taking import Taker
+from holdfast.sync.waiting import Leaving
 
 if TYPE_CHECKING:
     from holdfast.sync.seam import Destination
@@ -37,10 +38,11 @@ class LinkedReceiving:
         self._rendezvous: Rendezvous = open_rendezvous(rendezvous, hosting=False)
         self._asks = 0
         self._own_of = ""
+        self._leaving = Leaving()
         self._taker: Taker | None = None
         # Who is there when a version is about to be sent is waited for.
         self._connection = meet(
-            self._rendezvous, channels, Deadline.after(0.0), peer_timeout_s=peer_timeout_s, once=True
+            self._rendezvous, channels, Deadline.after(0.0), self._leaving, peer_timeout_s=peer_timeout_s, once=True
         )
 
     def receive(self, destination: Destination, version: int | None, newer_than: int | None, deadline: Deadline) -> int:
@@ -57,12 +59,18 @@ class LinkedReceiving:
             self._taker.drop_channels()
             connection.end()
             if connection.links[0].ended is None:
-                connection.send(0, messages.Failed(ask.number, AbortReason.of(error, rank=0)))
+                connection.send(0, messages.Failed(ask.number, _reason(error, connection.name)))
             destination.abandon()
             raise
         connection.end()
         self._own_of = connection.incarnation
         return received
+
+    def leave(self) -> None:
+        self._leaving.say()
+        connection = self._connection
+        if connection is not None:
+            connection.hub.ring()
 
     def close(self) -> None:
         self._drop_taker()
@@ -79,7 +87,9 @@ class LinkedReceiving:
         if connection is not None:
             connection.close()
             self._connection = None
-        connection = meet(self._rendezvous, self._channels, deadline, peer_timeout_s=self._peer_timeout_s)
+        connection = meet(
+            self._rendezvous, self._channels, deadline, self._leaving, peer_timeout_s=self._peer_timeout_s
+        )
         assert connection is not None
         self._connection = connection
         return connection
@@ -108,7 +118,7 @@ class LinkedReceiving:
                 _log.info("version %d is begun again: %s", begin.version, aborted.reason.message)
                 continue
             connection.phase = "commit"
-            destination.commit()
+            destination.commit(begin.version)
             connection.send(0, messages.Committed(begin.session))
             return begin.version
 
@@ -145,3 +155,10 @@ class LinkedReceiving:
             ) from doubt
         if found != COMMIT:
             raise doubt
+
+
+def _reason(error: BaseException, receiver: str) -> AbortReason:
+    """What the publisher, and a fleet, are told; what the user's function raised says nothing of where."""
+    if not isinstance(error, HoldfastError):
+        error = HoldfastError(f"receiver {receiver} failed: {type(error).__name__}: {error}")
+    return AbortReason.of(error, rank=0)

@@ -16,6 +16,7 @@ import contextlib
 import itertools
 import os
 import socket
+import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -25,6 +26,7 @@ from holdfast.arguments import checked_path
 from holdfast.coordination import StoreBoard
 from holdfast.errors import ConfigError, StorageError
 from holdfast.store_client import BoardLost
+from holdfast.sync.waiting import Aside
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -198,6 +200,8 @@ class TcpRendezvous:
         self.shown = where
         self._host, self._port = host.strip("[]"), int(port)
         self._inner: StoreRendezvous | None = None
+        self._connecting: Aside | None = None
+        self._has_connected = threading.Event()
         # The Store ends with the object that hosts it; what uses it has a connection of its own.
         self._hosted = self._store(hosting=True) if hosting else None
         if self._hosted is not None:
@@ -238,10 +242,11 @@ class TcpRendezvous:
         from holdfast import _torch_compat as compat
 
         try:
-            if not hosting:
-                # torch tries long and loudly to reach a host that refuses; this says so at once.
-                socket.create_connection((self._host, self._port), _CALL_S).close()
-            return compat.tcp_store(self._host, self._port, hosting=hosting, timeout=timedelta(seconds=_CALL_S))
+            if hosting:
+                return compat.tcp_store(self._host, self._port, hosting=True, timeout=timedelta(seconds=_CALL_S))
+            # torch tries long and loudly to reach a host that refuses; this says so at once.
+            socket.create_connection((self._host, self._port), _CALL_S).close()
+            return self._connected()
         except (OSError, RuntimeError) as error:
             if not hosting:
                 raise BoardLost(f"nothing answers at {self.shown}: {error}") from error
@@ -250,6 +255,21 @@ class TcpRendezvous:
                 path=self.shown,
                 errno=getattr(error, "errno", None),
             ) from error
+
+    def _connected(self) -> Any:
+        """A client of the Store. Where who listens there doesn't answer, torch waits for ever; this doesn't."""
+        from holdfast import _torch_compat as compat
+
+        if self._connecting is None:
+            self._has_connected.clear()
+            self._connecting = Aside(
+                lambda: compat.tcp_store(self._host, self._port, hosting=False, timeout=timedelta(seconds=_CALL_S)),
+                self._has_connected.set,
+            )
+        if not self._has_connected.wait(_CALL_S):
+            raise BoardLost(f"what listens at {self.shown} doesn't answer; it may be stopped, or no Store")
+        made, self._connecting = self._connecting, None
+        return made.result()
 
 
 def hosts_here(advertised: str | None) -> tuple[str, ...]:

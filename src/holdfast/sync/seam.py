@@ -11,12 +11,12 @@ Receiver know nothing but this.
 
 Who checks what: `Publisher` and `Receiver` check arguments (types, ranges, names, the version against the last one of
 this publisher) before a half is called; a half raises for what only it can know. `Receiver` owns ``version`` and
-``dirty``: it sets the one from what `Receiving.receive` returns, and the other from `Destination.dirty`.
+``dirty``: it has the one from `Destination.commit`, the other from `Destination.dirty`, both while a receive goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -66,11 +66,13 @@ class TensorInfo(NamedTuple):
 class Publishing(Protocol):
     """A transport's half on one publisher rank. Every method is called on all ranks alike, by one thread at a time."""
 
-    def publish(self, weights: Mapping[str, torch.Tensor], version: int, deadline: Deadline) -> Published:
+    def publish(self, weights: Callable[[], Mapping[str, torch.Tensor]], version: int, deadline: Deadline) -> Published:
         """Send, stage or save ``weights`` as ``version``; the same outcome on every rank.
 
-        version: greater than that of any `publish` before; a half that finds a newer or equal one out there raises
-        `ConfigError` before anything is sent. Raises `DeadlineExceeded`, and what a transport documents.
+        weights: called once; what it raises on this rank the other ranks are told. version: greater than that of any
+        `publish` before; a half that finds a newer or equal one out there raises `ConfigError` before anything is sent.
+
+        Raises `DeadlineExceeded`, and what a transport documents.
         """
         ...
 
@@ -143,8 +145,8 @@ class Destination(Protocol):
         """All bytes of ``name`` that this process holds are in `memory` and right."""
         ...
 
-    def commit(self) -> None:
-        """Every name is complete: make it the live version; dirty meanwhile, and not afterwards."""
+    def commit(self, version: int) -> None:
+        """Every name is complete: make it the live version, ``version``; dirty meanwhile, and not afterwards."""
         ...
 
     def abandon(self) -> None:
@@ -163,6 +165,10 @@ class Receiving(Protocol):
         evicted or is older than any that are kept, `StateMismatch`, `CheckpointCorrupt`, `DeadlineExceeded`; the
         destination is abandoned then, and without ``streaming`` holds what it did before.
         """
+        ...
+
+    def leave(self) -> None:
+        """Have a `receive` that waits, on another thread, end with `ConfigError`. Doesn't wait for that; any thread."""
         ...
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from holdfast.sync import messages, spans
 from holdfast.sync.delta import narrowed
 from holdfast.sync.layout import itemsize_of, plan_buckets
 from holdfast.sync.moving import Walk
-from holdfast.sync.transports.base import SLOTS, SendsApart
+from holdfast.sync.transports.base import SLOTS, SendsApart, bucket_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -248,7 +248,8 @@ class Sender:
         if self._channel is None or guests != self._guests:
             self.drop_channel()
             addresses = [guest.address for guest in guests]
-            self._channel = self._channels.send_channel(addresses, self._bucket_bytes)
+            with bucket_memory(self._bucket_bytes):
+                self._channel = self._channels.send_channel(addresses, self._bucket_bytes)
             self._guests, self._epoch, self._next_seq = guests, self._epoch + 1, 0
             self._offers = [self._channel.offer(number) for number in range(len(guests))]
             self._is_open = False

@@ -14,12 +14,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import xxhash
-from torch.autograd.graph import increment_version
 
 from holdfast import _torch_compat as compat
-from holdfast.boxes import intersect
-from holdfast.state.structure import part_of
 from holdfast.sync.layout import BucketPlan
+from holdfast.sync.own_memory import bytes_of, note_write, source_of, target_of
 from holdfast.sync.pieces import pack, unpack
 
 if TYPE_CHECKING:
@@ -64,9 +62,7 @@ class Spans:
         for span in self._spans:
             own = None
             if span.alone:
-                (entry,) = span.plan.entries
-                box, tensor = pieces[entry.piece]
-                own = _bytes_of(tensor if entry.sizes == box.sizes else part_of(tensor, entry.box, box))
+                own = bytes_of(source_of(span.plan.entries[0], pieces))
             if own is None:
                 pack(span.plan, pieces, slot)
             placed.append(_placed(own, span, slot))
@@ -76,10 +72,10 @@ class Spans:
         """Where each span's bytes are to be received, in this order."""
         placed = []
         for span in self._spans:
-            target = _target(span.plan.entries[0], destinations) if span.alone else None
-            own = None if target is None else _bytes_of(target)
+            target = target_of(span.plan.entries[0], destinations) if span.alone else None
+            own = None if target is None else bytes_of(target)
             if target is not None and own is not None:
-                _note_write(target)
+                note_write(target)
             placed.append(_placed(own, span, slot))
         return placed
 
@@ -89,8 +85,8 @@ class Spans:
         for span, place in zip(self._spans, placed, strict=True):
             if not place.own:
                 unpack(span.plan, slot, destinations)
-            elif (target := _target(span.plan.entries[0], destinations)) is not None:
-                _note_write(target)
+            elif (target := target_of(span.plan.entries[0], destinations)) is not None:
+                note_write(target)
         return found
 
 
@@ -128,28 +124,3 @@ def _span(plan: BucketPlan, entries: Sequence[Entry], *, alone: bool) -> _Span:
 
 def _placed(own: torch.Tensor | None, span: _Span, slot: torch.Tensor) -> Placed:
     return Placed(slot[span.start : span.end], own=False) if own is None else Placed(own, own=True)
-
-
-def _target(entry: Entry, destinations: Sequence[Sequence[Local]]) -> torch.Tensor | None:
-    """Where all of an entry goes, if that is one place."""
-    found: torch.Tensor | None = None
-    for box, tensor in destinations[entry.piece]:
-        shared = intersect(box, entry.box)
-        if shared is None:
-            continue
-        if found is not None or shared != entry.box:
-            return None
-        found = tensor if shared == box else part_of(tensor, shared, box)
-    return found
-
-
-def _note_write(tensor: torch.Tensor) -> None:
-    """Tell whoever looks at versions that the memory of ``tensor`` is written to by other means than torch's."""
-    if not tensor.is_inference():
-        increment_version(tensor)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The memory of a host tensor that lies there as it is, row by row."""
-    plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    return compat.as_bytes(tensor) if plain else None

@@ -10,6 +10,7 @@ Does not: commit (``sync.receiving``).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -18,14 +19,22 @@ import xxhash
 
 from holdfast import events
 from holdfast.dtypes import ITEMSIZE
-from holdfast.errors import CheckpointCorrupt, DeadlineExceeded, HoldfastError, PeerLost, StateMismatch, listed
+from holdfast.errors import (
+    CheckpointCorrupt,
+    ConfigError,
+    DeadlineExceeded,
+    HoldfastError,
+    PeerLost,
+    StateMismatch,
+    listed,
+)
 from holdfast.outcome import AbortReason
 from holdfast.sync import messages
-from holdfast.sync.layout import Part, Piece, select
+from holdfast.sync.layout import Part, Piece, Wanted, select
 from holdfast.sync.moving import Walk
 from holdfast.sync.pieces import destinations_of, places_of
 from holdfast.sync.seam import TensorInfo
-from holdfast.sync.transports.base import SLOTS, ReceivesApart
+from holdfast.sync.transports.base import SLOTS, Fetches, ReceivesApart, bucket_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +59,7 @@ class _Selection(NamedTuple):
     """What is taken of whom, and where it goes."""
 
     tensors: dict[str, torch.Tensor]
+    wanted: list[Wanted]
     parts: list[list[Part]]
     digests: list[str]
     places: Mapping[str, Sequence[Local]]
@@ -124,13 +134,15 @@ class Taker:
             )
         names = destination.select(self._published[1])
         tensors = {name: destination.memory(name) for name in names}
-        known = self._selected
-        if known is not None and known[0] == digests and not destination.streaming:
-            before = known[1].tensors
+        known = self._selected[1] if self._selected is not None and self._selected[0] == digests else None
+        if known is not None and not destination.streaming:
+            before = known.tensors
             if len(before) == len(tensors) and all(before.get(name) is tensor for name, tensor in tensors.items()):
-                return known[1]
+                return known
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         wanted, places = places_of(tensors, rank=rank)
+        if known is not None and known.wanted == wanted:
+            return known._replace(tensors=tensors, places=places)
         parts = _parts([table.items for table in self._tables], wanted, set(names))
         nbytes = dict.fromkeys(names, 0)
         for table, of_rank in zip(self._tables, parts, strict=True):
@@ -138,7 +150,7 @@ class Taker:
                 piece = table.items[part.piece]
                 nbytes[piece.name] += part.box.volume * ITEMSIZE[piece.dtype]
         said = [xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(of_rank)) for of_rank in parts]
-        selection = _Selection(tensors, parts, said, places, nbytes)
+        selection = _Selection(tensors, wanted, parts, said, places, nbytes)
         self._selected = digests, selection
         return selection
 
@@ -148,7 +160,14 @@ class Taker:
             return known[1]
         if known is not None:
             known[1].close()
-        channel = self._channels_of.receive_channel(table.channel, table.bucket_bytes)
+        try:
+            with bucket_memory(table.bucket_bytes):
+                channel = self._channels_of.receive_channel(table.channel, table.bucket_bytes)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(
+                f"publisher rank {rank} has another kind of transport than this receiver ({error}); give both the same",
+                field="transport",
+            ) from error
         self._channels[rank] = table.epoch, channel
         self._carry(rank, channel, lambda: channel.open(deadline), deadline, "the channel")
         return channel
@@ -244,12 +263,14 @@ class Taker:
         memory = self._carry(
             taking.rank, channel, lambda: channel.take(seq, deadline), deadline, f"bucket {planned.seq}"
         )
+        self._fetch_next(taking, deadline)
         placed = taking.placed.pop(seq, None)
         if placed is None:
             found = walk.take(memory, taking.destinations, said.kind)
         else:
             found = walk.spans.take(placed, taking.destinations, memory)
         if found != said.checksum:
+            self.connection.check(taking.rank)  # whoever was given up may have read what came after
             names = list(dict.fromkeys(name for name, _ in taking.counts(planned)))
             raise CheckpointCorrupt(
                 f"bucket {planned.seq} of version {begin.version} from publisher rank {taking.rank} did not arrive as "
@@ -261,6 +282,15 @@ class Taker:
             )
         channel.release(seq)
         events.count("sync_bytes_received", said.nbytes)
+
+    def _fetch_next(self, taking: _Taking, deadline: Deadline) -> None:
+        """Have the next bucket brought, if it is there, while this one is unpacked."""
+        channel, rank, first = taking.channel, taking.rank, taking.table.first
+        if not isinstance(channel, Fetches):
+            return
+        for said in self.connection.heard(rank, messages.Bucket):
+            fetch = partial(channel.fetch, first + said.seq)
+            self._carry(rank, channel, fetch, deadline, f"bucket {said.seq}", blocks=False)
 
 
 class _Taking:

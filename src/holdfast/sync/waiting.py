@@ -10,9 +10,12 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from holdfast.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from holdfast.errors import HoldfastError
     from holdfast.outcome import AbortReason
     from holdfast.sync.deadline import Deadline
     from holdfast.sync.sending import Source
@@ -24,11 +27,15 @@ BEAT_S_MAX: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """A version that this rank has to send; ``direct``: as long as `publish` waits, until ``deadline``."""
+    """A version that this rank has to send; ``direct``: as long as `publish` waits, until ``deadline``.
+
+    ``unfit``: why buckets can't carry it, which is what receivers will be told.
+    """
 
     source: Source
     direct: bool
     deadline: Deadline
+    unfit: HoldfastError | None = None
 
     @property
     def version(self) -> int:
@@ -59,6 +66,26 @@ class Awaited:
         """None if it isn't known in time."""
         self._known.wait(timeout_s)
         return self._outcome
+
+
+class Leaving:
+    """Whether a receiver is being closed: any thread says so, and the one that receives looks whenever it waits."""
+
+    def __init__(self) -> None:
+        self._said = threading.Event()
+
+    def say(self) -> None:
+        self._said.set()
+
+    def check(self) -> None:
+        """Raise `ConfigError` if it is."""
+        if self._said.is_set():
+            raise ConfigError("this receiver was closed while it received; make a new one", field="receiver")
+
+    def sleep(self, seconds: float) -> None:
+        """For so long, unless it is closed: then raise at once."""
+        self._said.wait(seconds)
+        self.check()
 
 
 class Aside:

@@ -9,7 +9,7 @@ from holdfast.errors import ConfigError
 if TYPE_CHECKING:
     from holdfast.sync.seam import Transport
 
-KINDS = ("shared_memory", "process_group", "directory")
+KINDS = ("shared_memory", "process_group", "nixl", "directory")
 
 
 def transport_of(kind: str, place: str | None, options: dict[str, Any] | None = None) -> Transport:
@@ -27,6 +27,7 @@ def transport_of(kind: str, place: str | None, options: dict[str, Any] | None = 
     made = {
         "shared_memory": sync.SharedMemoryTransport,
         "process_group": sync.ProcessGroupTransport,
+        "nixl": sync.NixlTransport,
         "directory": sync.DirectoryTransport,
     }
     if kind not in made:

@@ -70,7 +70,7 @@ class VerlEngine:
     Args:
         bucket_size: bytes of a bucket; verl gives it.
         is_master: whether this is trainer rank 0; verl gives it.
-        transport: ``"shared_memory"`` (one host), ``"process_group"`` or ``"directory"``.
+        transport: ``"shared_memory"`` (one host), ``"process_group"``, ``"nixl"`` or ``"directory"``.
         place: the rendezvous of the transport, or the directory of versions; the same for all workers.
         options: further arguments of the transport, by name.
         streaming: yield tensors as they come: takes no memory on the rollout side, but what has been yielded of a

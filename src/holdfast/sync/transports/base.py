@@ -1,4 +1,4 @@
-"""The seam below buckets: how a publisher rank's slots reach the members of its sessions. Types only.
+"""The seam below buckets: how a publisher rank's slots reach the members of its sessions.
 
 A transport that implements `Channels` gets sessions, versions, retries and deadlines from what is above: see
 ``sync.publishing`` and ``sync.receiving``. What is said on links is the sessions', not the transport's.
@@ -9,10 +9,13 @@ rank: an *epoch*. A new set means new channels. Buckets of an epoch are numbered
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from holdfast.errors import ConfigError, HoldfastError
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
@@ -20,6 +23,20 @@ if TYPE_CHECKING:
 
 SLOTS = 2
 """Of a publisher rank, each ``bucket_bytes`` long: one is filled while the other is sent and applied."""
+
+
+@contextlib.contextmanager
+def bucket_memory(bucket_bytes: int) -> Iterator[None]:
+    """Whoever makes slots does it in this context: a `ConfigError` says so where there is no memory for them."""
+    try:
+        yield
+    except (OSError, RuntimeError, OverflowError, MemoryError) as error:
+        if isinstance(error, HoldfastError):
+            raise
+        raise ConfigError(
+            f"no memory for {SLOTS} buckets of {bucket_bytes} bytes ({str(error)[:200]}); give a smaller bucket_bytes",
+            field="bucket_bytes",
+        ) from error
 
 
 class SendChannel(Protocol):
@@ -72,6 +89,15 @@ class ReceivesApart(Protocol):
         self, seq: int, nbytes: int, lane: Sequence[int], place: Callable[[torch.Tensor], Sequence[torch.Tensor]]
     ) -> None:
         """As `ReceiveChannel.post`. ``place``: given the slot, says where the parts go, each as long as it is sent."""
+        ...
+
+
+@runtime_checkable
+class Fetches(Protocol):
+    """A `ReceiveChannel` whose buckets don't come by themselves, but are brought."""
+
+    def fetch(self, seq: int) -> None:
+        """Begin to bring a bucket that was posted and is there by now, if that hasn't begun; `take` does so at last."""
         ...
 
 

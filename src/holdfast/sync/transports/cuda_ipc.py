@@ -20,8 +20,10 @@ import torch
 from torch.multiprocessing import reductions
 
 from holdfast.errors import ConfigError
+from holdfast.plan.write import round_up
 from holdfast.sync.transports.base import SLOTS
 from holdfast.sync.transports.linked import LinkedTransport
+from holdfast.sync.transports.mapped import MappedSlots
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,10 +109,6 @@ class CudaIpcChannels:
         """There is nothing to let go of."""
 
 
-def _slot_bytes(bucket_bytes: int) -> int:
-    return -(-bucket_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-
-
 class SendDeviceSlots:
     """The two slots of a publisher rank; implements `SendChannel`."""
 
@@ -118,7 +116,7 @@ class SendDeviceSlots:
 
     def __init__(self, device: torch.device, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
-        self._slot_bytes = _slot_bytes(bucket_bytes)
+        self._slot_bytes = round_up(bucket_bytes, _ALIGN_BYTES)
         self._memory = torch.empty(SLOTS * self._slot_bytes, dtype=torch.uint8, device=device)
 
     def offer(self, member: int) -> bytes:
@@ -159,14 +157,12 @@ class SendDeviceSlots:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
 
-class ReceiveDeviceSlots:
+class ReceiveDeviceSlots(MappedSlots):
     """A publisher rank's slots, mapped; implements `ReceiveChannel`."""
 
-    blocks = False
-
     def __init__(self, handle: _Handle, bucket_bytes: int) -> None:
-        self._slot_bytes = _slot_bytes(bucket_bytes)
-        if handle.nbytes != SLOTS * self._slot_bytes:
+        slot_bytes = round_up(bucket_bytes, _ALIGN_BYTES)
+        if handle.nbytes != SLOTS * slot_bytes:
             raise ConfigError(
                 f"the publisher offers {handle.nbytes} bytes of memory for buckets of {bucket_bytes}; run the same "
                 "version of Holdfast on both sides",
@@ -174,7 +170,7 @@ class ReceiveDeviceSlots:
             )
         device = _number_of(handle.gpu)
         try:
-            self._memory: torch.Tensor = _reductions.rebuild_cuda_tensor(
+            memory: torch.Tensor = _reductions.rebuild_cuda_tensor(
                 *(torch.Tensor, (handle.nbytes,), (1,), 0, torch.UntypedStorage, torch.uint8, device),
                 *(handle.memory, handle.storage_bytes, handle.storage_at, False),
                 *(handle.counter, handle.counter_at, handle.event, handle.waits_for_event),
@@ -185,26 +181,12 @@ class ReceiveDeviceSlots:
                 "Publisher and receiver must be two processes of one host, in containers that share IPC",
                 field="transport",
             ) from error
-        self._nbytes: dict[int, int] = {}
-
-    def open(self, deadline: Deadline) -> None:
-        pass
-
-    def post(self, seq: int, nbytes: int, lane: Sequence[int]) -> None:
-        assert lane
-        self._nbytes[seq] = nbytes
-
-    def take(self, seq: int, deadline: Deadline) -> torch.Tensor:  # noqa: ARG002 - it is there already
-        start = seq % SLOTS * self._slot_bytes
-        return self._memory[start : start + self._nbytes[seq]]
+        super().__init__(memory, slot_bytes)
 
     def release(self, seq: int) -> None:
         """The publisher is told next, and fills it again: copies out of it, on its device's stream, have to be over."""
-        del self._nbytes[seq]
+        super().release(seq)
         _cuda.current_stream(self._memory.device).synchronize()
-
-    def close(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
 
 
 def _name_of(device: int) -> str:

@@ -24,7 +24,7 @@ from holdfast.errors import ConfigError, DeadlineExceeded, PeerLost
 from holdfast.export import links
 from holdfast.export.gloo import is_gloo_available, prefix_store
 from holdfast.sync.rendezvous import hosts_here, this_machine
-from holdfast.sync.transports.base import SLOTS
+from holdfast.sync.transports.base import SLOTS, bucket_memory
 from holdfast.sync.transports.device_links import DeviceLinks
 from holdfast.sync.transports.linked import LinkedTransport
 
@@ -167,7 +167,10 @@ class _Group:
                 f"the group for buckets could not be made: {_first_line(error)}", peer="a member", phase="channels"
             ) from error
         self._links = made
-        self._slots = [torch.empty(self._bucket_bytes, dtype=torch.uint8, device=self._device) for _ in range(SLOTS)]
+        with bucket_memory(self._bucket_bytes):
+            self._slots = [
+                torch.empty(self._bucket_bytes, dtype=torch.uint8, device=self._device) for _ in range(SLOTS)
+            ]
         if self._closed:
             made.abort()
 

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import array
 import contextlib
+import ctypes
 import mmap
 import os
 import secrets
 import socket
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 import torch
 
 from holdfast.errors import ConfigError
@@ -28,6 +29,7 @@ from holdfast.plan.write import round_up
 from holdfast.staging.image import PAGE_BYTES, Image
 from holdfast.sync.transports.base import SLOTS
 from holdfast.sync.transports.linked import LinkedTransport
+from holdfast.sync.transports.mapped import MappedSlots
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -138,10 +140,8 @@ class SendSlots:
         self._image.close()
 
 
-class ReceiveSlots:
+class ReceiveSlots(MappedSlots):
     """A publisher rank's slots, mapped to be read; implements `ReceiveChannel`."""
-
-    blocks = False
 
     def __init__(self, fd: int, nbytes: int, bucket_bytes: int) -> None:
         slot_bytes = round_up(bucket_bytes, PAGE_BYTES)
@@ -151,29 +151,19 @@ class ReceiveSlots:
                 "of Holdfast on both sides",
                 field="transport",
             )
-        self._slot_bytes = slot_bytes
-        self._nbytes: dict[int, int] = {}
-        mapped = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it can't be written to is what is wanted
-            self._memory = torch.frombuffer(mapped, dtype=torch.uint8)
+        super().__init__(_tensor_of(mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)), slot_bytes)
 
-    def open(self, deadline: Deadline) -> None:
-        pass
 
-    def post(self, seq: int, nbytes: int, lane: Sequence[int]) -> None:
-        assert lane
-        self._nbytes[seq] = nbytes
+def _tensor_of(mapped: mmap.mmap) -> torch.Tensor:
+    """The bytes of a read-only mapping, which nobody may write to; it keeps the mapping.
 
-    def take(self, seq: int, deadline: Deadline) -> torch.Tensor:  # noqa: ARG002 - it is there already
-        start = seq % SLOTS * self._slot_bytes
-        return self._memory[start : start + self._nbytes[seq]]
-
-    def release(self, seq: int) -> None:
-        del self._nbytes[seq]
-
-    def close(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+    torch warns of memory that can't be written to, and to silence that for a moment would be of every thread. So it
+    gets the address.
+    """
+    seen = np.frombuffer(mapped, dtype=np.uint8)
+    at_address = (ctypes.c_uint8 * len(mapped)).from_address(seen.ctypes.data)
+    at_address.owner = seen  # type: ignore[attr-defined]
+    return torch.frombuffer(at_address, dtype=torch.uint8)
 
 
 class _Mailbox:
