@@ -9,7 +9,7 @@ the attempt forward. Failure is announced once the attempt is in the trash, dura
 rank's report will never be there; success once the final name is durable. What can't be learnt within the deadlines
 is `OutcomeUnknown`. Every rank gets the same root cause.
 Assumes: the root's lock is held, so that nobody else publishes there; storage calls return (a rank's caller bounds
-them). One thread an attempt, but `abort` and `aborted` may be called from any. Time, storage and board are passed in:
+them). One thread an attempt, but `aborted` may be called from any. Time, storage and board are passed in:
 nothing here asks the system for anything.
 Does not: write tensors (the engine does), remove trash (``Attempt.trash`` says what may go), or finish what a crash
 left (``recovery`` does).
@@ -165,17 +165,6 @@ class Attempt:
         except Exception as error:  # noqa: BLE001 - it is durable: nothing this rank says can take it back
             _log.warning("rank %d could not post its report: %s", report.rank, error)
 
-    def abort(self, reason: AbortReason) -> AbortReason | None:
-        """Vote to give the attempt up; any thread. Returns what stands now: a root cause, or None for COMMIT.
-
-        The vote only counts if it is first. Doesn't wait; `settle` must still be called. Set ``reason.unreported``
-        only when the engine has confirmed that it stopped, or is dead; whether a report was written is looked up here.
-        """
-        try:
-            return self._news.vote(self._checked(reason))
-        except BoardLost:
-            return reason
-
     def aborted(self) -> AbortReason | None:
         """The root cause if the attempt has been given up by now, else None; any thread, doesn't wait."""
         try:
@@ -184,19 +173,25 @@ class Attempt:
             return None
 
     def settle(
-        self, *, unreported: AbortReason | None = None, before_publish: Callable[[], None] | None = None
+        self,
+        *,
+        unreported: AbortReason | None = None,
+        may_be_left: bool = True,
+        before_publish: Callable[[], None] | None = None,
     ) -> Outcome:
         """Wait for the outcome and return it, the same on every rank; at most once an attempt.
 
-        A rank that did not report says why, in ``unreported`` or to `abort` before. The coordinator decides and
-        publishes here; ``before_publish`` is called when all reports are in, and what it raises is a vote against.
-        Returns within ``persist_s`` from `begin` and twice ``commit_s``, storage calls apart.
+        A rank that did not report says why, in ``unreported``, which is a vote to give the attempt up. It is marked
+        ``unreported`` only if the engine has confirmed that it stopped, or is dead; if a report ``may_be_left`` by it
+        nevertheless, that is looked up here. The coordinator decides and publishes here; ``before_publish`` is called
+        when all reports are in, and what it raises is a vote against. Returns within ``persist_s`` from `begin` and
+        twice ``commit_s``, storage calls apart.
 
         Raises `OutcomeUnknown` if the outcome can't be learnt; the next start settles it.
         """
-        failure = None if unreported is None else self._checked(unreported)
+        failure = self._checked(unreported) if unreported is not None and may_be_left else unreported
         if failure is not None:
-            self.abort(failure)
+            self._abort(failure)
         try:
             if self._actor is Actor.COORDINATOR:
                 return self._decide(failure, before_publish)
@@ -253,7 +248,7 @@ class Attempt:
                 self._announce(InDoubt(str(error)))
                 raise
         else:
-            reason = self.abort(reason) or reason
+            reason = self._abort(reason) or reason
         if reason is None:
             self._move(State.PUBLISHED)
             outcome: Outcome = Published(self.name, self.id)
@@ -358,7 +353,8 @@ class Attempt:
             # Without having begun this rank will never report, so its failure is certain. It may come of another's:
             # an attempt that was given up at once is gone when this rank looks for it.
             self._persist_by = self._clock()
-            outcome = self.settle(unreported=AbortReason.of(error, rank=self._news.rank, unreported=True))
+            failure = AbortReason.of(error, rank=self._news.rank, unreported=True)
+            outcome = self.settle(unreported=failure, may_be_left=False)
             assert isinstance(outcome, Aborted)
             reason = outcome.reason
         raise reason.error(step=self.step, what=self.what)
@@ -405,7 +401,7 @@ class Attempt:
         except (DeadlineExceeded, BoardLost) as error:
             _log.warning("attempt %s: %s", self.id, error)
         if reason.unreported:
-            return self._learn_certain(reason)
+            return self._learn(Aborted(reason))
         try:
             if self.name and attempt_at(self._storage, self.name) == self.id:
                 self._storage.sync_dir("")
@@ -414,26 +410,32 @@ class Attempt:
             _log.warning("attempt %s: the final name can't be read: %s", self.id, error)
         raise self._unknown(f"rank 0 is silent: {silence}") from silence
 
-    def _learn_certain(self, reason: AbortReason) -> Aborted:
-        if self.state is not State.ABORT:
-            self._move(State.ABORT)
-        self._move(State.REMOVED)
-        return Aborted(reason)
-
     # everyone --------------------------------------------------------------------------------------------------
 
     def _move(self, target: State) -> None:
         self.state = advance(self.state, target, self._actor)
 
+    def _abort(self, reason: AbortReason) -> AbortReason | None:
+        """Vote to give it up, which counts if it is first. What stands now: a root cause, or None for COMMIT."""
+        try:
+            return self._news.vote(reason)
+        except BoardLost:
+            return reason
+
     def _checked(self, reason: AbortReason) -> AbortReason:
-        """``reason``, but not certain if a report is there after all: engines die between writing and telling."""
+        """``reason``, but not certain if a report is there after all: engines die between writing and telling.
+
+        Nor if one may come back: it was given its name, another rank's fsync of the directory made that durable, and
+        it was taken away again because this rank's own fsync had failed. So its absence is made durable, too.
+        """
         if not reason.unreported or not self.directory:
             return reason
         try:
             if not self._storage.exists(f"{self.directory}/{report_name(self._news.rank)}"):
+                self._storage.sync_dir(self.directory)
                 return reason
         except StorageError as error:
-            _log.warning("attempt %s: can't see whether a report was written: %s", self.id, error)
+            _log.warning("attempt %s: can't be certain that there is no report: %s", self.id, error)
         return msgspec.structs.replace(reason, unreported=False)
 
     def _unknown(self, why: str) -> OutcomeUnknown:

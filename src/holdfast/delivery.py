@@ -46,6 +46,7 @@ from holdfast.root import attempt_id, refuse_occupied
 from holdfast.source import open_published
 from holdfast.staging.stager import VERIFY_GRACE_S
 from holdfast.storage.lease import lease_name
+from holdfast.trash import Trash
 from holdfast.world_plan import Whole
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class Carrier:
         self._group = group
         self._board = group.board.clone()
         self._engine = engine
+        self._trash = Trash(storage, engine)
         self._deadlines = deadlines
 
     @property
@@ -98,6 +100,7 @@ class Carrier:
 
     def close(self, timeout_s: float) -> None:
         """Wait, at most ``timeout_s``, for removals under way, and let go of the board."""
+        self._trash.remove_again()
         with contextlib.suppress(HoldfastError):  # what stays is trash, and swept by the next start
             self._engine.wait_removals(timeout_s)
         self._board.close()
@@ -108,6 +111,7 @@ class Carrier:
         plan: called on rank 0 for what is to be attempted, with the seconds that it may wait for others; what it raises
         is the reason for which no rank begins.
         """
+        self._trash.remove_again()
         found, prewritten, refusal = None, None, None
         if self._group.rank == 0:
             try:
@@ -196,16 +200,17 @@ class Carrier:
         cast once the engine can't report any more. ``before_publish``: see `Attempt.settle`. Raises `OutcomeUnknown`.
         """
         unreported: AbortReason | None = None
+        may_be_left = True
         try:
             report = persist()
         except BaseException as error:  # noqa: BLE001 - becomes this rank's vote, and is raised by settle's outcome
-            stopped = self._stop_engine_work(attempt)
+            stopped, may_be_left = self._stop_engine_work(attempt)
             unreported = AbortReason.of(error, rank=self._group.rank, unreported=stopped)
         else:
             attempt.report(report)
         reported = time.perf_counter()
         try:
-            outcome = attempt.settle(unreported=unreported, before_publish=before_publish)
+            outcome = attempt.settle(unreported=unreported, may_be_left=may_be_left, before_publish=before_publish)
         finally:  # whatever became of it: what is in the trash is durably out of sight
             for name in attempt.trash:
                 self.remove(name)
@@ -216,26 +221,18 @@ class Carrier:
 
     def remove(self, name: str) -> None:
         """Have the engine remove a trashed directory of the root; doesn't wait. What can't be is for the next start."""
-        try:
-            fd = self._storage.open_dir("")
-            try:
-                self._engine.remove(fd, name)
-            finally:
-                os.close(fd)
-        except HoldfastError as error:
-            _log.warning("%s stays until the next start: %s", self._storage.path(name), error)
+        self._trash.remove(name)
 
-    def _stop_engine_work(self, attempt: Attempt) -> bool:
+    def _stop_engine_work(self, attempt: Attempt) -> tuple[bool, bool]:
         """Have the engine write no report for this attempt any more; it confirms, or is killed, and starts anew later.
 
-        False if not even that can be confirmed: it may hang in the system, and write one yet.
+        Whether that is confirmed (else it may hang in the system, and write one yet), and whether it may have left one.
         """
         try:
-            self._engine.cancel(attempt.id, timeout_s=10.0)
+            return True, self._engine.cancel(attempt.id, timeout_s=10.0)
         except HoldfastError as error:
             _log.warning("attempt %s: %s", attempt.id, error)
-            return False
-        return True
+            return False, True
 
 
 def deadlines_of(config: CheckpointConfig) -> Deadlines:
@@ -260,6 +257,7 @@ class Delivery:
     def deliver(self, capture: Capture) -> Checkpoint:
         """Publish ``capture`` and return the checkpoint; else raise what every rank raises."""
         step, handle = capture.request.step, capture.handle
+        self._tell_engine(capture)
         attempt = self._carrier.begin(
             f"attempt/{capture.number}", lambda timeout_s: self._planned(capture, timeout_s), step=step
         )
@@ -312,6 +310,12 @@ class Delivery:
             extra=request.extra,
             overwrite=request.overwrite,
         )
+
+    def _tell_engine(self, capture: Capture) -> None:
+        """Hand a plan that is new to the engine, which gets ready while this rank begins."""
+        if capture.error is None and capture.plan is not None and capture.buffer is not None:
+            with contextlib.suppress(Exception):  # it is met again when the others can be told
+                self._plan_in_engine(capture.plan, capture.buffer)
 
     def _persist(self, capture: Capture, attempt: Attempt) -> ManifestReport:
         """From staged to reported: returns this rank's line of the manifest, its report being durable."""

@@ -11,6 +11,7 @@ Guarantees: a name is built and taken apart here and nowhere else; nothing here 
 
 from __future__ import annotations
 
+import errno
 import re
 import secrets
 import string
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from holdfast.arguments import unfit
-from holdfast.errors import CheckpointCorrupt, CheckpointExists, ConfigError
+from holdfast.errors import CheckpointCorrupt, CheckpointExists, ConfigError, StorageError
 from holdfast.format.manifest import (
     MANIFEST_HEAD_BYTES,
     MANIFEST_NAME,
@@ -130,7 +131,12 @@ def is_occupied(storage: Storage, name: str) -> bool:
     """Whether something is at ``name`` that a rename can't take the place of: anything but an empty directory."""
     if not storage.exists(name):
         return False
-    return storage.size(name) is not None or bool(storage.list_dir(name))
+    try:
+        return storage.size(name) is not None or bool(storage.list_dir(name))
+    except StorageError as error:
+        if error.errno != errno.ENOTDIR:  # a link, or a pipe
+            raise
+        return True
 
 
 def refuse_occupied(storage: Storage, name: str, *, step: int | None) -> None:
@@ -165,7 +171,7 @@ def foreign_steps(storage: Storage, name_template: str) -> list[tuple[int, str]]
         step = step_of(entry, name_template)
         if step is None or is_checkpoint(storage, entry):
             continue
-        if storage.size(f"{entry}/{METADATA_NAME}") is not None:
+        if storage.exists(f"{entry}/{METADATA_NAME}"):  # where it is no plain file any more, loading it will tell
             found.append((step, entry))
     return sorted(found)
 

@@ -310,6 +310,7 @@ def test_eager_staging_knows_no_race(way: str, gate: Gate, tmp_path: Path) -> No
     assert check_held(Training(adamw(fused=True), 32), change, gate, tmp_path, staging="eager") == "published"
 
 
+@pytest.mark.timeout(60 + 60 * ROUNDS)
 def test_changes_at_random_moments(tmp_path: Path, tried: Counter[str]) -> None:
     """Of copies that run: whatever was torn is found. ``HOLDFAST_RACES`` rounds of each way."""
     rng = random.Random(os.environ.get("HOLDFAST_SEED", "1"))

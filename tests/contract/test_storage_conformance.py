@@ -9,6 +9,7 @@ import pickle
 import pytest
 
 from holdfast.errors import ConfigError, StorageError
+from holdfast.root import is_occupied
 from holdfast.storage.local import LocalStorage, create_root
 from holdfast.testing.memory_storage import MemoryStorage
 from holdfast.testing.storage_conformance import CHECKS
@@ -156,6 +157,19 @@ def test_storage_errors_survive_pickling(tmp_path):
         LocalStorage(tmp_path).read_file("a", max_bytes=1)
     again = pickle.loads(pickle.dumps(caught.value))
     assert (again.path, again.errno, str(again)) == (caught.value.path, errno.ENOENT, str(caught.value))
+
+
+def test_a_link_is_no_directory_and_its_name_is_taken(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "link-to-root").symlink_to(tmp_path / "root")
+    storage = LocalStorage(tmp_path / "link-to-root")
+    assert storage.list_dir("") == ["link"]
+    with pytest.raises(StorageError) as caught:
+        storage.list_dir("link")
+    assert caught.value.errno == errno.ENOTDIR
+    assert is_occupied(storage, "link")  # by something that a directory can't be renamed over
 
 
 def test_memory_storage_loses_what_was_not_synced():

@@ -140,7 +140,9 @@ def save(storage, board, step, *, deadlines=QUICK, plan=None, key="a", fail=None
             fail()
         report = persist(storage, attempt.directory, attempt.id, step, board.rank, board.world)
     except Exception as error:
-        outcome = attempt.settle(unreported=AbortReason.of(error, rank=board.rank, unreported=True))
+        # What failed in place of the engine has written nothing, and an engine says so.
+        failed = AbortReason.of(error, rank=board.rank, unreported=True)
+        outcome = attempt.settle(unreported=failed, may_be_left=fail is None)
     else:
         attempt.report(report)
         outcome = attempt.settle(before_publish=before_publish if board.rank == 0 else None)

@@ -442,6 +442,41 @@ def test_a_report_written_by_a_dying_engine_leaves_the_failure_in_doubt():
     assert isinstance(result, OutcomeUnknown)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("may_be_left", [False, True])
+def test_a_report_that_was_taken_back_is_gone_once_that_is_durable(rank, may_be_left):
+    """Where no directory can be synced: the other rank's sync may have made the report durable before."""
+
+    class Unsynced(MemoryStorage):
+        broken = False
+
+        def sync_dir(self, name):
+            if self.broken:
+                raise refused(errno.EIO, name)
+
+        def rename(self, source, target):
+            super().rename(source, target)
+            self.sync_dir(target)
+
+    storage = Unsynced()
+    boards = LocalBoard.of_world(2)
+    plan = make_plan(7, 2)
+    attempts = run_ranks(lambda number: begin(storage, boards, number, None if number else plan, BRIEF), 2)
+    lines = [persist(storage, attempts[0].directory, plan.attempt, 7, number, 2) for number in range(2)]
+    storage.unlink(f"{attempts[0].directory}/{report_name(rank)}")
+    storage.broken = True
+
+    def run(number):
+        if number == rank:
+            reason = AbortReason.of(refused(errno.EIO), rank=rank, unreported=True)
+            return attempts[number].settle(unreported=reason, may_be_left=may_be_left)
+        attempts[number].report(lines[number])
+        return attempts[number].settle()
+
+    for outcome in run_ranks(run, 2):
+        assert isinstance(outcome, OutcomeUnknown if may_be_left else Aborted), outcome
+
+
 @pytest.mark.parametrize("reported", [False, True])
 def test_an_attempt_that_another_job_has_rolled_forward_is_published_also_for_a_rank_that_gave_it_up(reported):
     """Rank 1's engine died as it reported, rank 0 is dead, and the next start of the job has found all reports."""

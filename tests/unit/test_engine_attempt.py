@@ -184,24 +184,40 @@ def test_a_report_that_can_not_be_taken_back_is_said_to_stand(start, tmp_path):
     assert (tmp_path / REPORT_NAME).exists()
 
 
-def test_a_report_that_is_not_durable_does_not_stay(start, tmp_path):
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_report_that_is_not_durable_does_not_stay_or_is_told_to_be_left(start, tmp_path, failures):
+    """Another rank's sync may have made it durable: only a sync of its removal makes that certain."""
+
     class Unsure(SystemCalls):
-        renamed = False
+        to_fail = 0
 
         def rename(self, dir_fd, source, target):
             super().rename(dir_fd, source, target)
-            self.renamed = True
+            self.to_fail = failures
 
         def fsync_dir(self, fd):
-            if self.renamed:
-                self.renamed = False
+            if self.to_fail:
+                self.to_fail -= 1
                 raise OSError(errno.EIO, "gone")
             super().fsync_dir(fd)
 
     bench = start(Unsure())
     bench.attempt.verify()
-    assert bench.wait(messages.Failed).errno == errno.EIO
+    failed = bench.wait(messages.Failed)
+    assert (failed.errno, failed.report_left) == (errno.EIO, failures == 2)
     assert not (tmp_path / REPORT_NAME).exists()
+
+
+def test_a_failure_before_the_report_has_its_name_leaves_none(start):
+    class Full(SystemCalls):
+        def create(self, dir_fd, name, *, direct):
+            if name.startswith(f".{REPORT_NAME}"):
+                raise OSError(errno.ENOSPC, "full")
+            return super().create(dir_fd, name, direct=direct)
+
+    bench = start(Full())
+    bench.attempt.verify()
+    assert bench.wait(messages.Failed).report_left is False
 
 
 def test_a_directory_that_can_not_be_written_is_a_failure(start, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -133,6 +134,30 @@ def test_a_lock_file_that_was_replaced_is_not_taken_for_the_lock(tmp_path, monke
     lock.release()
 
 
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_root_that_was_replaced_is_locked_anew(tmp_path, replaced):
+    """By another directory, or only emptied: whoever comes there next finds no lock, and takes it."""
+    root = tmp_path / "root"
+    root.mkdir()
+    before = len(os.listdir("/proc/self/fd"))
+    with RootLock.acquire(str(root)) as lock:
+        lock.renew()
+        shutil.rmtree(root if replaced else root / ".holdfast")
+        root.mkdir(exist_ok=True)
+        with RootLock.acquire(str(root)), pytest.raises(RootLocked, match=f"process {os.getpid()} "):
+            lock.renew()
+        lock.renew()
+        with pytest.raises(RootLocked):
+            RootLock.acquire(str(root))
+        shutil.rmtree(root)
+        with pytest.raises(StorageError):
+            lock.renew()
+        root.write_text("a file")
+        with pytest.raises(StorageError):
+            lock.renew()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_what_killed_saves_have_left_is_swept(tmp_path):
     process = hold_elsewhere("acquire_beside", tmp_path / "dead")
     process.kill()
@@ -140,12 +165,14 @@ def test_what_killed_saves_have_left_is_swept(tmp_path):
     process.stdout.close()
     (tmp_path / ".foreign.lock").write_text("")
     (tmp_path / ".other.lock").write_text('{"pid": 1}')
+    (tmp_path / ".deep.lock").write_text("[" * 4096)
     (tmp_path / ".dir.lock").mkdir()
     (tmp_path / ".link.lock").symlink_to(tmp_path / ".dead.lock")
     with RootLock.acquire_beside(str(tmp_path / "alive")):
         sweep_left(str(tmp_path))
         assert sorted(os.listdir(tmp_path)) == [
             ".alive.lock",
+            ".deep.lock",
             ".dir.lock",
             ".foreign.lock",
             ".link.lock",

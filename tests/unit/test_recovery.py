@@ -342,6 +342,24 @@ def test_an_attempt_that_cannot_be_looked_into_keeps_no_other_from_being_settled
     assert report.left == (broken,)
 
 
+@pytest.mark.parametrize("kind", ["incomplete", "recovering", "trash"])
+def test_nothing_is_changed_behind_a_link(tmp_path, kind):
+    """A whole attempt elsewhere, and a link to it under a hidden name: recovery follows no link out of its root."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "root").mkdir()
+    elsewhere = LocalStorage(tmp_path / "elsewhere")
+    left_behind(elsewhere)
+    (attempt,) = elsewhere.list_dir("")
+    (tmp_path / "elsewhere" / attempt / lease_name(1)).write_text("left")
+    before = {name: (tmp_path / "elsewhere" / attempt / name).read_bytes() for name in elsewhere.list_dir(attempt)}
+    link = f"{attempt.rpartition('.')[0]}.{kind}"
+    (tmp_path / "root" / link).symlink_to(tmp_path / "elsewhere" / attempt)
+    report = start(LocalStorage(tmp_path / "root"), look=None)
+    assert report == (RecoveryReport(removed=(link,)) if kind == "trash" else RecoveryReport(left=(link,)))
+    after = {name: (tmp_path / "elsewhere" / attempt / name).read_bytes() for name in elsewhere.list_dir(attempt)}
+    assert after == before
+
+
 def test_removal_can_be_handed_over():
     memory = MemoryStorage()
     left_behind(memory, ranks=[])

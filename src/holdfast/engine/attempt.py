@@ -76,6 +76,8 @@ class Attempt:
         self._verified = threading.Event()
         """Set by the trainer's word, and by a cancel to end the wait for it."""
         self._cancelled = False
+        self.report_left = False
+        """See `messages.Failed`; True before the answer is posted."""
         self._heartbeat: Heartbeat | None = None
         self.name = job.persist.attempt
 
@@ -125,16 +127,18 @@ class Attempt:
         except Stopped:
             self._answer(messages.Cancelled(self.name))
         except StorageError as error:
-            self._answer(messages.Failed(self.name, error.errno, error.path, str(error)))
+            self._fail(error.errno, error.path, str(error))
         except OSError as error:
-            self._answer(messages.Failed(self.name, error.errno, where(self._job.dir_fd), str(error)))
+            self._fail(error.errno, where(self._job.dir_fd), str(error))
         except BaseException as error:  # noqa: BLE001 - whatever it is, the trainer must hear of it
-            detail = f"{type(error).__name__}: {error}"
-            self._answer(messages.Failed(self.name, None, where(self._job.dir_fd), detail))
+            self._fail(None, where(self._job.dir_fd), f"{type(error).__name__}: {error}")
         finally:
             if self._heartbeat is not None:
                 self._heartbeat.stop(wait_s=_RELEASE_WAIT_S)
             os.close(self._job.dir_fd)
+
+    def _fail(self, errno: int | None, path: str, detail: str) -> None:
+        self._answer(messages.Failed(self.name, errno, path, detail, self.report_left))
 
     def _answer(self, message: messages.Message) -> None:
         """Post the one answer that ends the attempt, unless a cancel has ended it already."""
@@ -142,7 +146,7 @@ class Attempt:
             if self._phase is Phase.ENDED:
                 return
             if self._cancelled and not isinstance(message, messages.Reported):
-                message = messages.Cancelled(self.name)
+                message = messages.Cancelled(self.name, self.report_left)
             self._phase = Phase.ENDED
         self._post(message)
         if self._cancelled and isinstance(message, messages.Reported):
@@ -166,9 +170,11 @@ class Attempt:
             size, digest = write_report(
                 job.dir_fd, persist.report_name, parts, may_publish=self._begin_report, calls=self._calls
             )
-        except StorageError:
+        except Stopped:
+            raise
+        except BaseException:
             # It may have its name and not be durable: a rank that says "failed" leaves no report behind.
-            self._take_back(persist.report_name)
+            self.report_left = not self._take_back(persist.report_name)
             raise
         if self._cancelled and self._take_back(persist.report_name):
             raise Stopped

@@ -211,14 +211,15 @@ class EngineClient:
         """Wait until the report of ``attempt`` is durable; raises as `wait_persisted` does."""
         return self._wait_outcome(attempt, "report", lambda record: record.reported, timeout_s)
 
-    def cancel(self, attempt: str, timeout_s: float = 5.0) -> None:
+    def cancel(self, attempt: str, timeout_s: float = 5.0) -> bool:
         """Stop ``attempt``: when this returns, a report of it is there already (see `wait_reported`) or never will be.
 
-        An engine that does not answer in time is killed. Raises `DeadlineExceeded` only if even that had no effect.
+        False: it is certain that there is none, even after a power loss. An engine that does not answer in time is
+        killed. Raises `DeadlineExceeded` only if even that had no effect.
         """
         record = self._attempts.get(attempt)
         if record is None:
-            return
+            return False
         with self._sending:
             if record.link.death is None:
                 record.link.send(messages.Cancel(attempt))
@@ -232,6 +233,7 @@ class EngineClient:
             # Killed, but still in a system call, which may be the rename of the report.
             message = f"attempt {attempt} on rank {self.rank} can't be said to have stopped: {death}"
             raise DeadlineExceeded(message, waited_for="an engine that was killed to be gone", timeout_s=timeout_s)
+        return record.may_leave_report
 
     # -- trash --------------------------------------------------------------------------------------------------
 

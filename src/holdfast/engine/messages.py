@@ -156,6 +156,8 @@ class Reported(Message, frozen=True):
 
 class Cancelled(Message, frozen=True):
     attempt: str
+    report_left: bool = False
+    """As in `Failed`."""
 
 
 class Failed(Message, frozen=True):
@@ -165,6 +167,8 @@ class Failed(Message, frozen=True):
     errno: int | None
     path: str
     detail: str
+    report_left: bool = False
+    """The report had its name, and may have it yet, or again after a power loss: taking it away isn't durable."""
 
 
 class Removed(Message, frozen=True):

@@ -52,13 +52,18 @@ _PARENT_CHECK_S: Final = 1.0
 
 
 class _Plan:
-    """A plan as it came, and compiled once it is needed."""
+    """A plan as it came, and compiled, by whoever is first."""
 
     def __init__(self, message: messages.AddPlan) -> None:
         self.index = message.index
         self._message: messages.AddPlan | None = message
         self._compiled: WritePlan | None = None
         self._lock = threading.Lock()
+
+    def compile_ahead(self) -> None:
+        """Be done before it is needed; what is wrong with it is told then."""
+        with contextlib.suppress(ValueError):
+            self.compiled()
 
     def compiled(self) -> WritePlan:
         with self._lock:
@@ -249,7 +254,9 @@ class Engine:
                 if (dropped := self._images.pop(message.image, None)) is not None:
                     dropped.close()
             case messages.AddPlan():
-                self._plans[message.plan] = _Plan(message)
+                self._plans[message.plan] = plan = _Plan(message)
+                with contextlib.suppress(RuntimeError):  # no thread to be had: then whoever needs it compiles it
+                    threading.Thread(target=plan.compile_ahead, name="holdfast-compile", daemon=True).start()
             case messages.DropPlan():
                 self._plans.pop(message.plan, None)
             case messages.Persist():
@@ -308,7 +315,8 @@ class Engine:
             if not attempt.cancel():
                 return  # its report is being put in place: the worker settles it and answers
             self._attempt = None
-        self._outbox.put(messages.Cancelled(message.attempt))
+        left = attempt is not None and attempt.name == message.attempt and attempt.report_left
+        self._outbox.put(messages.Cancelled(message.attempt, left))
 
     def _options(self) -> WriteOptions:
         config = self._config

@@ -18,7 +18,18 @@ if TYPE_CHECKING:
 class AttemptProgress:
     """What is known of one attempt; one for each attempt."""
 
-    __slots__ = ("cancelled", "failure", "link", "name", "nbytes", "persisted", "reported", "waiting", "written")
+    __slots__ = (
+        "cancelled",
+        "failure",
+        "link",
+        "name",
+        "nbytes",
+        "persisted",
+        "report_left",
+        "reported",
+        "waiting",
+        "written",
+    )
 
     def __init__(self, name: str, nbytes: int, link: Link) -> None:
         self.name, self.nbytes, self.link = name, nbytes, link
@@ -26,7 +37,7 @@ class AttemptProgress:
         self.waiting = ""
         self.persisted: messages.Persisted | None = None
         self.reported: messages.Reported | None = None
-        self.cancelled = False
+        self.cancelled = self.report_left = False
         self.failure: StorageError | None = None
 
     @property
@@ -39,6 +50,12 @@ class AttemptProgress:
     @property
     def in_work(self) -> bool:
         return self.error is None and self.reported is None and not self.cancelled
+
+    @property
+    def may_leave_report(self) -> bool:
+        """Of one that has ended: whether its report may be there, or come back after a power loss."""
+        answered = self.failure is not None or self.cancelled
+        return self.report_left or self.reported is not None or not answered
 
     def note(
         self,
@@ -54,7 +71,8 @@ class AttemptProgress:
             case messages.Reported():
                 self.reported = message
             case messages.Cancelled():
-                self.cancelled = True
+                self.cancelled, self.report_left = True, self.report_left or message.report_left
             case messages.Failed():
                 text = f"rank {rank}, attempt {self.name}: {message.detail}"
                 self.failure = StorageError(text, path=message.path, errno=message.errno)
+                self.report_left = message.report_left

@@ -89,7 +89,7 @@ def decode_record(data: bytes) -> LeaseRecord | None:
     """The record in ``data``, or None where there is none."""
     try:
         return msgspec.json.decode(data, type=LeaseRecord)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return None
 
 

@@ -221,7 +221,11 @@ class LocalStorage:
     def list_dir(self, name: str) -> list[str]:
         path = self.path(name)
         try:
-            return sorted(os.listdir(path))
+            fd = os.open(path, _DIR_FLAGS | (os.O_NOFOLLOW if name else 0))
+            try:
+                return sorted(os.listdir(fd))
+            finally:
+                os.close(fd)
         except FileNotFoundError:
             return []
         except OSError as error:

@@ -1,6 +1,7 @@
 """One writer per root: an advisory lock that the kernel drops with its process. Torch-free.
 
     RootLock.acquire(root)          a manager's root: ``.holdfast/lock`` in it, which stays there
+    lock.renew()                    before each save there: is this root still the one that is locked?
     RootLock.acquire_beside(path)   a save to one path: ``.{name}.lock`` beside it, gone on release
     sweep_left(root)                at a start: the files of saves that were killed
     refuse_managed(path)            before one replaces what is at ``path``: not a whole root, with all its checkpoints
@@ -116,6 +117,25 @@ class RootLock:
                 )
                 raise RootLocked(message, path=guarded, by=by)
             time.sleep(0.001 if locked or looked_at else _PAUSE_S)
+
+    def renew(self) -> None:
+        """Lock the root of `acquire` anew where it was removed or replaced meanwhile, and its lock file with it.
+
+        Returns at once otherwise. Raises `RootLocked` if what is there now is somebody else's, `StorageError`.
+        """
+        try:
+            if self._fd < 0 or _still_there(self._fd, self.path):
+                return
+        except NotADirectoryError:
+            pass  # said by `acquire`
+        except OSError as error:
+            _log.debug("looking at %s: %s", self.path, error)
+            return  # it says nothing; a save meets it again
+        new = RootLock.acquire(os.path.dirname(os.path.dirname(self.path)))
+        _log.warning("%s is another directory than the one that was locked; it is locked now", self.path)
+        self._close()
+        self._fd, new._fd = new._fd, -1  # noqa: SLF001 - same class
+        _held.discard(new)
 
     def release(self) -> None:
         """Give the lock up; idempotent, never raises."""
@@ -269,5 +289,5 @@ def read_record(fd: int) -> str | None:
     try:
         record = json.loads(os.pread(fd, _MAX_RECORD_BYTES, 0))
         return f"process {record['pid']} on host {record['host']} since {record['since']}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

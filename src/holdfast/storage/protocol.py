@@ -51,7 +51,7 @@ class Storage(Protocol):
     def exists(self, name: str) -> bool: ...
 
     def list_dir(self, name: str) -> list[str]:
-        """Entries of a directory, sorted; ``""`` is the root itself. An absent directory has none."""
+        """Entries of a directory, sorted; ``""`` is the root itself. An absent one has none, a link is none."""
         ...
 
     def rename(self, source: str, target: str) -> None:

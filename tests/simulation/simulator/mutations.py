@@ -296,7 +296,7 @@ def withdraw_unsynced(storage, directory, name, attempt):
 
 
 def doubt_is_failure(self, silence, failure):
-    return self._learn_certain(failure or AbortReason.of(silence, rank=self._news.rank))
+    return self._learn(Aborted(failure or AbortReason.of(silence, rank=self._news.rank)))
 
 
 mutation(

@@ -438,7 +438,7 @@ class ObjectEngine:
         self.process = None
         self._images, self._plans, self._work = {}, {}, {}
         self._numbers = 0
-        self._removing = 0
+        self._removing = {}
 
     def start(self):
         sim, trainer = Current.sim, getcurrent().process
@@ -545,8 +545,10 @@ class ObjectEngine:
 
     def cancel(self, attempt, timeout_s):
         work = self._work.get(attempt)
-        if work is None or work.process.dead:
-            return
+        if work is None:
+            return False
+        if work.process.dead:
+            return True
         work.cancelled = True
         work.verified.set()
         if not work.answered.wait(timeout_s):
@@ -554,20 +556,32 @@ class ObjectEngine:
             Current.sim.kill(work.process, at_once=False)
             if not work.process.dead:
                 raise DeadlineExceeded("it hangs", waited_for="an engine that was killed", timeout_s=timeout_s)
+        return True
 
     def remove(self, dir_fd, name):
         process = self._alive()
-        self._removing += 1
+        self._removing[name] = process
         process.spawn(self._remove, name, name="remove")
 
     def _remove(self, name):
         with contextlib.suppress(StorageError):
             self._storage.remove_tree(name)
-        self._removing -= 1
+        self._removing[name] = None
+
+    def wait_removed(self, name, timeout_s):
+        if timeout_s > 0:
+            raise AssertionError("nobody waits for one removal")
+        process = self._removing[name]
+        if process is None:
+            del self._removing[name]
+        elif process.dead:
+            raise EngineDied(f"the engine of rank {self.rank} died", rank=self.rank)
+        else:
+            raise DeadlineExceeded("it removes", waited_for=f"the engine to remove {name}", timeout_s=timeout_s)
 
     def wait_removals(self, timeout_s):
         deadline = Current.sim.now + timeout_s
-        while self._removing and not self.process.dead and Current.sim.now < deadline:
+        while any(process and not process.dead for process in self._removing.values()) and Current.sim.now < deadline:
             Current.sim.sleep(0.02)
 
     def close(self, timeout_s):

@@ -13,7 +13,7 @@ import gc
 import logging
 from datetime import datetime, timedelta, timezone
 
-from holdfast import agreement, coordination, delivery, keeping, recovery, root, source, starting, store_client
+from holdfast import agreement, coordination, delivery, keeping, recovery, root, source, starting, store_client, trash
 from holdfast.engine import attempt, calls, client, executor, link, removal
 from holdfast.engine import process as engine_process
 from holdfast.storage import lease, local, lock, plain
@@ -66,7 +66,7 @@ def _seams():
     for module in (local, lease, lock, calls, removal, delivery, client, engine_process, attempt, executor, starting):
         if hasattr(module, "os"):
             yield module, "os", OS
-    for module in (source, plain):
+    for module in (source, plain, trash):
         yield module, "os", OS
     yield source, "read_small", objects.read_small
     yield lease, "fcntl", FCNTL

@@ -288,8 +288,9 @@ class SimOs:
 
     def listdir(self, path):
         system = Current.sim.system
-        system.enter("list", path, changes=False)
-        node = system.files.find(path)
+        opened = system.opened(path).node if isinstance(path, int) else None
+        system.enter("list", path if opened is None else f"@{opened.ino}", changes=False)
+        node = system.files.find(path) if opened is None else opened
         names = list(node.entries) if type(node) is Dir else None
         system.leave("list", path)
         if names is None:
