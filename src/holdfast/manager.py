@@ -112,8 +112,7 @@ class CheckpointManager:
             self._give_up_start()  # an interrupted cell of a notebook must not keep the root locked
             raise
         try:
-            timeout_s = config.stage_timeout + config.persist_timeout
-            self._votes.settle(error, target=self._root, timeout_s=timeout_s)
+            self._votes.settle(error, target=self._root, timeout_s=config.stage_timeout + config.persist_timeout)
             if self._saver is not None:
                 failures = self._raise_failures if config.on_error == "raise_now" else None
                 self._guard = UpdateGuard(self._saver.before_update, failures)
@@ -140,8 +139,7 @@ class CheckpointManager:
         try:
             self._close(ORPHAN_GRACE_S)  # other ranks may have failed as well: as if this process had died
         except HoldfastError as failed:
-            # The error that ended training is the one to see.
-            _log.warning("while closing after %r: %s", error, failed)
+            _log.warning("while closing after %r: %s", error, failed)  # the error that ended training is the one to see
 
     # Resuming. ---------------------------------------------------------------------------------------------------
 
@@ -177,9 +175,8 @@ class CheckpointManager:
         self._check_open()
         checked_step(step)
         due = self._config.every is not None and step % self._config.every == 0 and step > 0
-        if not self._seen_first:
-            self._seen_first = True
-            due = due or self._config.first_step
+        due = due or (self._config.first_step and not self._seen_first)
+        self._seen_first = True
         if self._config.load_only or self._saver is None:
             return []
         if self._preemption is not None and self._preemption.is_due():
@@ -248,6 +245,8 @@ class CheckpointManager:
         in_flight = {handle.step for handle in self._handles if handle.step is not None and not handle.done()}
 
         def complete(request: SaveRequest) -> SaveRequest:
+            if self._lock is not None:
+                self._lock.renew()
             extra, replaces = self._keeper.place(step, request.name, in_flight)
             return replace(request, extra=extra, overwrite=request.overwrite or replaces)
 
@@ -335,6 +334,8 @@ class CheckpointManager:
                 self._preemption.leave()
 
     def _close(self, timeout: float | None) -> None:
+        if self._saver is not None:
+            self._saver.entries.require("close", ())
         self._closed = True
         if self._saver is not None and not self._saver.is_ours:
             return  # a forked child: all of this is its parent's
@@ -444,7 +445,6 @@ class CheckpointManager:
     def _after_publish(self, request: SaveRequest) -> None:
         """On the finalizer thread, before the handle ends: who waits for it finds retention applied."""
         if self._group.rank == 0 and self._saver is not None:
-            row = (request.step, request.name, request.extra)
-            if self._keeper.note_published(*row, resumable=request.resumable):
+            if self._keeper.note_published(request.step, request.name, request.extra, resumable=request.resumable):
                 self._saver.taken.add(request.name)
             self._keeper.apply_retention(request.step, self._saver.remove)

@@ -35,6 +35,7 @@ from holdfast.errors import ConfigError, DeadlineExceeded
 from holdfast.handle import SaveHandle, Stage
 from holdfast.limits import limits_of
 from holdfast.outcome import AbortReason
+from holdfast.reentry import Entries, entry
 from holdfast.sharing import Shares
 from holdfast.snapshot import SnapshotTaker
 from holdfast.stage import Absence, Claim, Stager, WarmUp, skipped
@@ -94,7 +95,8 @@ class Saver:
         self._in_flight: dict[SaveHandle, Capture | None] = {}
         self._unpassed: list[Capture] = []
         """Captures that wait for the training thread to say that the state held still; guarded by `_lock`."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may come, and save, in the middle
+        self.entries = Entries()
         self.taken: set[str] = set()
         """Names that are known to be taken: to save to one again is refused at once."""
         self._closed = self._warmed_up = False
@@ -124,6 +126,7 @@ class Saver:
 
     # Training thread. --------------------------------------------------------------------------------------------
 
+    @entry
     def start(
         self,
         tree: Collector,
@@ -156,6 +159,7 @@ class Saver:
         capture: Capture | None = None
         takers += self.shares.ticket(wanted=request.checkpoint)
         try:
+            self.entries.require("save", ("start",))
             self._in_flight[handle] = None
             if request.checkpoint:
                 events.emit("save.started", step=request.step, rank=self._group.rank, path=handle.path)
@@ -164,9 +168,7 @@ class Saver:
                 return handle
             try:
                 request = replace(request, metrics=checked_metrics(request.metrics) if self._group.rank == 0 else {})
-                if (
-                    request.checkpoint and request.name in self.taken
-                ):  # otherwise the stager thread looks: storage may hang
+                if request.checkpoint and request.name in self.taken:  # else the stager thread: storage may hang
                     self._delivery.check_target(request)
                 capture = self._capture(tree, request, handle, dtype, only)
                 capture.complete = complete if self._group.rank == 0 and request.checkpoint else None
@@ -175,7 +177,8 @@ class Saver:
                 with self._lock:
                     self._unpassed.append(capture)
             except BaseException:
-                self._disown(capture)
+                self._forget(capture)
+                self._stager.disown(capture)
                 raise
         except BaseException as error:  # interrupts too: whoever closes the session waits for every handle
             self._to_stage.put(Absence(request, handle, AbortReason.of(error, rank=self._group.rank), takers))
@@ -233,6 +236,7 @@ class Saver:
         """
         if not self.is_ours:
             return
+        self.entries.require("wait", ())
         limit_s = self._longest_s() if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         for handle in list(self._in_flight):
@@ -252,6 +256,7 @@ class Saver:
         """
         if self.has_ended or not self.is_ours:
             return
+        self.entries.require("close", ())
         self._closed = True
         self._at_exit()  # once somebody has begun to wait, interpreter exit does not begin again
         self.shares.drop()
@@ -325,16 +330,10 @@ class Saver:
         self._stager.begin_copies(capture)
         return capture
 
-    def _disown(self, capture: Capture | None) -> None:
-        """The training thread was interrupted when it had the capture, or nearly: nobody else knows it."""
-        if capture is not None:
-            self._forget(capture)
-            if capture.buffer is not None:
-                self._stager.stuck.append(capture.buffer)  # a device may be writing to it
-        self._stager.pool.give_slot_back(None)
-
+    @entry
     def _pass(self, capture: Capture, timeout_s: float) -> None:
         """Let the calling thread change the state: wait for the copies, then look whether anything moved."""
+        self.entries.require("waiting for copies", ("_pass",), ("start", "_pass"))
         began, deadline = time.perf_counter(), time.monotonic() + timeout_s
         try:
             capture.staging.help_copy(timeout_s)
@@ -367,7 +366,7 @@ class Saver:
                 capture.give_up(error)  # the caller may change what is yet to be copied
             raise
 
-    def _forget(self, capture: Capture) -> None:
+    def _forget(self, capture: Capture | None) -> None:
         with self._lock:
             if capture in self._unpassed:
                 self._unpassed.remove(capture)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from holdfast.staging.layout import CaptureBuffer
     from holdfast.staging.tripwire import Marks
     from holdfast.state.entries import Collected, Collector, ObjectEntry, TensorEntry
+    from holdfast.tensor_kinds import Addresses
 
 _PLAIN: Final = frozenset({bool, int, float, str, type(None)})
 AT_ONCE_BYTES_MIN: Final = 1 << 20
@@ -62,7 +63,7 @@ class EagerValues:
     gathered: Gathered | None = None
     plain: Mapping[str, torch.Tensor] = field(default_factory=dict)
     placed: bool = False
-    standing: Sequence[int] | None = None
+    standing: Addresses | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +151,10 @@ class _Settled:
             for entry in self._entries
             if entry.name not in known.converted and entry.tensor.numel() and is_scattered_as_it_is(entry.tensor)
         }
-        at_once = sum(tensor.nbytes for tensor in plain.values()) >= AT_ONCE_BYTES_MIN
+        sizes = [tensor.nbytes for tensor in plain.values()]
+        at_once = sum(sizes) >= AT_ONCE_BYTES_MIN
         self._plain = plain if at_once else {}
-        small = CAN_SCATTER and all(tensor.nbytes <= SCATTER_BYTES_MAX for tensor in self._plain.values())
+        small = CAN_SCATTER and max(sizes, default=0) <= SCATTER_BYTES_MAX
         self._together = GatherList(self._plain) if at_once and small else None
         self._places = Places(list(self._plain.values())) if self._together is None else self._together.places
         self._all: _Apart | None = None
@@ -317,7 +319,7 @@ def _know(tree: Collector, collected: Collected, capacities: Mapping[str, int], 
         lazy=lazy,
         watched=WatchList(lazy),
         update_ids=tree.update_targets(collected),
-        devices=frozenset(device for entry in collected.tensors if (device := entry.tensor.device).type == "cuda"),
+        devices=frozenset(entry.tensor.device for entry in collected.tensors if entry.tensor.is_cuda),
     )
 
 

@@ -115,6 +115,12 @@ class Stager:
         """Tell the other ranks that no save follows; on the stager thread, as the last thing it does."""
         self._agreement.leave()
 
+    def disown(self, capture: Capture | None) -> None:
+        """The training thread was interrupted when it had the capture, or nearly: nobody else knows it."""
+        if capture is not None and capture.buffer is not None:
+            self.stuck.append(capture.buffer)  # a device may be writing to it
+        self.pool.give_slot_back(None)
+
     def close(self) -> None:
         """Free the idle buffers and let go of the board; once no delivery is in work."""
         self.pool.use_plan(None)

@@ -8,6 +8,8 @@ import logging
 import os
 import re
 import shutil
+import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -20,7 +22,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 
 import holdfast
-from holdfast import Best, CheckpointConfig, CheckpointManager, Keep, keeping, loader, opening
+from holdfast import Best, CheckpointConfig, CheckpointManager, Keep, keeping, loader, opening, source
 from holdfast.errors import (
     CallbackFailed,
     CheckpointCorrupt,
@@ -427,6 +429,42 @@ def test_what_says_nothing_of_a_checkpoint_is_no_reason_to_go_back(
                 manager.restore()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("put", [os.mkfifo, os.mkdir, lambda path: os.symlink(path, path)])
+def test_stock_metadata_that_is_no_file_any_more_is_not_passed_over_in_silence(put: Any, tmp_path: Path) -> None:
+    for step in (1, 2):
+        dcp.save({"w": torch.full((3,), float(step))}, checkpoint_id=tmp_path / f"step-{step}", no_dist=True)
+    metadata = tmp_path / "step-2" / ".metadata"
+    metadata.unlink()
+    put(metadata)
+    state = {"w": torch.zeros(3)}
+    with CheckpointManager(tmp_path, state, config=CheckpointConfig(load_only=True)) as manager:
+        with pytest.warns(UserWarning, match=r"falling back to step 1: .*\.metadata is"):
+            assert manager.restore() == 1
+        with pytest.raises(CheckpointCorrupt, match=r"\.metadata"):
+            manager.restore(2)
+    assert state["w"].tolist() == [1, 1, 1]
+
+
+def test_a_report_that_the_system_refuses_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the directory that it lies in, in which others are looked for as well."""
+    saved_run(tmp_path, 1)
+    victim = str(tmp_path / "step-1" / "rank-00000.report")
+    opened = source.open_plain
+
+    def refusing(directory: str, name: str, *args: Any, **options: Any) -> int:
+        if os.path.join(directory, name) == victim:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(directory, name, *args, **options)
+
+    monkeypatch.setattr(source, "open_plain", refusing)
+    with Run(1).manager(tmp_path) as manager, pytest.raises(StorageError, match="Permission denied") as caught:
+        manager.restore()
+    assert (caught.value.path, caught.value.errno) == (victim, errno.EACCES)
+    (problem,) = holdfast.open(tmp_path / "step-1").verify().problems
+    assert problem.path == victim
+
+
 @pytest.mark.parametrize("name", ["notes.txt", ".DS_Store", ".nfs000000000001"])
 def test_what_others_put_into_a_checkpoint_does_not_make_it_corrupt(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -462,9 +500,29 @@ def test_where_all_is_damaged_the_last_error_is_raised(tmp_path: Path) -> None:
     with (
         Run(1).manager(tmp_path) as manager,
         pytest.warns(UserWarning, match="falling back to step 1"),
-        pytest.raises(CheckpointCorrupt, match="step-1"),
+        pytest.raises(CheckpointCorrupt, match="step-1") as caught,
     ):
         manager.restore()
+    assert caught.value.path == str(tmp_path / "step-1" / "holdfast.json")
+    for step in (1, 2):
+        assert str(tmp_path / f"step-{step}" / "holdfast.json") in str(caught.value)
+
+
+def test_steps_that_were_exchanged_are_not_taken_for_one_another(tmp_path: Path) -> None:
+    """Each of them is whole: only its manifest says that it is not the step that it is called."""
+    weights = saved_run(tmp_path, 3)
+    (tmp_path / "step-2").rename(tmp_path / "aside")
+    (tmp_path / "step-3").rename(tmp_path / "step-2")
+    (tmp_path / "aside").rename(tmp_path / "step-3")
+    run = Run(1)
+    with run.manager(tmp_path) as manager:
+        with pytest.warns(UserWarning, match="falling back to step [12]: .* is of step [23], expected"):
+            assert manager.restore() == 1
+        assert torch.equal(run.weight(), weights[1])
+        with pytest.raises(CheckpointCorrupt, match="is of step 3, expected step 2"):
+            manager.restore(2)
+    holdfast.load(run.state, tmp_path / "step-3")  # by its path it is what it says that it is
+    assert torch.equal(run.weight(), weights[2])
 
 
 def test_where_a_save_goes_is_not_looked_at_on_the_training_thread(
@@ -1085,6 +1143,24 @@ def test_two_managers_never_write_to_one_root(tmp_path: Path) -> None:
         assert second.steps() == [1]
 
 
+def test_a_root_that_was_replaced_is_not_written_to_beside_its_new_manager(tmp_path: Path) -> None:
+    """A run goes on whose root was removed, and another one has begun there since."""
+    root, old, new = tmp_path / "root", Run(), Run(seed=1)
+    with old.manager(root) as first:
+        first.save(1).result()
+        shutil.rmtree(root)
+        with new.manager(root) as second:
+            second.save(5).result()
+            with pytest.raises(SaveFailed, match=f"locked by another writer: process {os.getpid()} ") as caught:
+                first.save(2, final=True)
+            assert isinstance(caught.value.__cause__, RootLocked)
+            assert second.steps() == [5]
+        first.save(3).result()
+        with pytest.raises(RootLocked):
+            new.manager(root)
+    assert visible(root) == ["step-3", "step-5"]
+
+
 def test_close_is_idempotent_and_final(tmp_path: Path) -> None:
     run = Run()
     manager = run.manager(tmp_path)
@@ -1203,3 +1279,50 @@ def test_the_start_of_a_manager_leaves_a_save_alone_that_is_at_work_in_its_root(
     with holdfast.CheckpointManager(tmp_path / "root", state):
         pass
     assert sorted(os.listdir(tmp_path / "root")) == [".holdfast", "mine", "other"]
+
+
+def kill_engine(manager: CheckpointManager) -> None:
+    """Returns when the manager knows."""
+    engine = manager._saver._engine
+    os.kill(engine.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while engine.pid is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_what_no_engine_could_be_asked_to_remove_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trash = [tmp_path / f".step-{step}.0123456789ab.trash" for step in (7, 8, 9)]
+    with Run().manager(tmp_path) as manager:
+        manager.save(1).result()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", "/nowhere/python")
+            kill_engine(manager)
+            for path in trash:
+                path.mkdir()
+                manager._saver.remove(path.name)
+            assert isinstance(manager.save(2).exception(), SaveFailed)
+        with pytest.raises(SaveFailed):
+            manager.wait()
+        assert all(path.exists() for path in trash)
+    assert not any(path.exists() for path in trash)
+
+
+@pytest.mark.parametrize("then", ["save", "close"])
+def test_what_an_engine_has_died_over_is_removed_by_the_next(then: str, tmp_path: Path) -> None:
+    trash = tmp_path / ".step-9.0123456789ab.trash"
+    with Run().manager(tmp_path) as manager:
+        manager.save(1).result()
+        trash.mkdir()
+        (trash / "large").write_bytes(b"0" * 4096)
+        os.kill(manager._saver._engine.pid, signal.SIGSTOP)
+        manager._saver.remove(trash.name)
+        kill_engine(manager)
+        assert trash.exists()
+        if then == "save":
+            manager.save(2).result()
+            manager._saver._engine.wait_removals(20)
+            assert not trash.exists()
+    assert not trash.exists()
