@@ -24,7 +24,11 @@ def checked_path(path: object, *, field: str) -> str:
         raise ConfigError(f"{field} must be the path of a directory, not {path!r}", field=field)
     if "://" in text:
         raise ConfigError(f"{text}: object stores are not in this release; give a directory", field=field)
-    absolute = os.path.abspath(text)
+    try:
+        absolute = os.path.abspath(text)
+    except FileNotFoundError as error:
+        message = f"{field}: {text!r} is relative, and the working directory was removed; give an absolute path"
+        raise ConfigError(message, field=field) from error
     try:
         absolute.encode()
     except UnicodeEncodeError as error:

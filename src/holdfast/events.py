@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 _log = logging.getLogger("holdfast.events")
-_lock = threading.Lock()
+_lock = threading.RLock()  # what counts may be a signal handler, in the middle of another count
 _counters: dict[str, int] = {}
 # Replaced as a whole under the lock, so that `emit` can walk it without one.
 _hooks: tuple[tuple[object, Callable[[Event], object]], ...] = ()

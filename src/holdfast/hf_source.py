@@ -40,7 +40,7 @@ from holdfast.storage.reading import FileSet
 from holdfast.storage.turns import take_turns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from holdfast.export.refill import MovedTensor
     from holdfast.format.manifest import Manifest
@@ -114,21 +114,24 @@ class HFSource:
     def fresh(self) -> HFSource:
         """What is there now, read and checked again."""
         if self.committed is not None:
-            self.committed.fresh()  # raises, if it is another one
+            return open_committed_hf(self.committed.fresh())
         return open_hf(self.directory)
 
     def open_files(self, *, verify: bool, direct: bool = False) -> FileSet:
         """Its files; see `FileSet`."""
-        links = self.committed is None  # what Holdfast publishes has none
+        if self.committed is not None:
+            return self.committed.file_set(
+                self.readable_files, verify=verify, blame=self._blame, direct=direct, gap_bytes_max=0
+            )
         return FileSet(
             self.directory,
             self.readable_files,
-            verify=verify and self.checksummed,
+            verify=False,
             threads=READ_THREADS,
             blame=self._blame,
             direct=direct,
             gap_bytes_max=0,
-            links=links,
+            links=True,  # what Holdfast publishes has none
         )
 
     def _blame(self, file: str, start: int, end: int) -> str | None:
@@ -153,19 +156,33 @@ def open_hf(directory: str) -> HFSource:
     Raises `CheckpointCorrupt` for headers or an index that make no sense, `StorageError`; `CheckpointNotFound` where
     there is neither.
     """
+    is_committed = os.path.lexists(os.path.join(directory, MANIFEST_NAME))
+    if is_committed and (has_hf_model(directory) or os.path.lexists(os.path.join(directory, INDEX_NAME))):
+        return open_committed_hf(open_holdfast(directory))
     if os.path.isfile(os.path.join(directory, WEIGHTS_NAME)):
-        index = None
-        names = [WEIGHTS_NAME]
-    elif os.path.lexists(os.path.join(directory, INDEX_NAME)):
+        return _assembled(HFSource(directory), [WEIGHTS_NAME], None)
+    if os.path.lexists(os.path.join(directory, INDEX_NAME)):
         path = os.path.join(directory, INDEX_NAME)
         index = parse_index(_read_whole(directory, INDEX_NAME, limit=INDEX_BYTES_MAX), path=path)
+        return _assembled(HFSource(directory), sorted(set(index.values())), index)
+    raise CheckpointNotFound(f"{directory} has neither {WEIGHTS_NAME} nor {INDEX_NAME}", path=directory)
+
+
+def open_committed_hf(committed: HoldfastSource) -> HFSource:
+    """The model of an export that Holdfast published, wherever it lies; raises as `open_hf`."""
+    index = None
+    names = [WEIGHTS_NAME]
+    if not committed.has_file(WEIGHTS_NAME):
+        path = os.path.join(committed.directory, INDEX_NAME)
+        index = parse_index(committed.read_committed(INDEX_NAME, INDEX_BYTES_MAX), path=path)
         names = sorted(set(index.values()))
-    else:
-        raise CheckpointNotFound(f"{directory} has neither {WEIGHTS_NAME} nor {INDEX_NAME}", path=directory)
-    committed = open_holdfast(directory) if os.path.lexists(os.path.join(directory, MANIFEST_NAME)) else None
-    source = HFSource(directory, committed)
-    if committed is not None:
-        source.files.update(_committed_files(committed, names))
+    source = HFSource(committed.directory, committed)
+    source.files.update(_committed_files(committed, names))
+    return _assembled(source, names, index)
+
+
+def _assembled(source: HFSource, names: Sequence[str], index: Mapping[str, str] | None) -> HFSource:
+    """``source`` with the tensors of files ``names``, by their headers and the index."""
     headers = _read_headers(source, names, listed=index is not None)
     for name in names:
         header, size = headers[name]

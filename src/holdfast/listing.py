@@ -151,6 +151,13 @@ def _unordered(storage: LocalStorage, names: list[str]) -> list[RootEntry]:
     return sorted(rows, key=lambda row: (row.kind == "export", row.step or 0, row.name))
 
 
+def stock_entry(path: str) -> RootEntry:
+    """What stock DCP wrote to ``path``, whatever that is called: a root lists only what has a step's name."""
+    return RootEntry(
+        name=os.path.basename(path), path=path, state="stock", nbytes=_bytes_below(path), created=_changed(path)
+    )
+
+
 def _corrupt_row(storage: LocalStorage, name: str, error: HoldfastError) -> RootEntry:
     path = storage.path(name)
     return RootEntry(

@@ -32,6 +32,7 @@ from holdfast.optimizer_hook import before_any_load
 from holdfast.plan.read import Want, plan_reads
 from holdfast.reading import Destination, read_into, read_moved
 from holdfast.source import HoldfastSource, Source
+from holdfast.state.flatten import ImplausibleList
 from holdfast.state.loading import Loading, StoredInfo, mismatch_error
 from holdfast.state.structure import LayoutTable
 from holdfast.storage.reader_lease import being_read
@@ -114,6 +115,8 @@ def _load(tree: StateTree, source: Source, group: Group, votes: Votes, options: 
     votes.settle(error, timeout_s=options.timeout_s)
     try:
         loading.finish(objects)
+    except ImplausibleList as failed:
+        error = CheckpointCorrupt(f"{source.directory} can't be loaded: {failed}", path=source.directory)
     except Exception as failed:  # noqa: BLE001 - raised by `settle`, after the other ranks have been told
         error = failed
     votes.settle(error, timeout_s=options.timeout_s)

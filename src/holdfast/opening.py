@@ -13,7 +13,7 @@ import os
 from dataclasses import dataclass
 from typing import Final
 
-from holdfast.errors import CheckpointNotFound, ConfigError
+from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError
 from holdfast.format.manifest import MANIFEST_NAME, METADATA_NAME
 from holdfast.format.safetensors_header import INDEX_NAME, WEIGHTS_NAME
 from holdfast.hf_source import has_hf_model, open_hf
@@ -108,6 +108,10 @@ def open_source(path: str, *, exports: bool = False) -> Source:
         except CheckpointNotFound:
             if not retry:  # a writer's retention has taken it away since: its successor is there
                 raise
+    metadata = os.path.join(directory, METADATA_NAME)
+    if os.path.lexists(metadata):
+        message = f"{metadata} is no plain file: what stock DCP wrote here was replaced; load another step"
+        raise CheckpointCorrupt(message, path=metadata)
     raise CheckpointNotFound(
         f"no checkpoint at {directory}: it has neither {MANIFEST_NAME} nor {METADATA_NAME}, nor published steps below, "
         f"nor is it a Hugging Face model's ({WEIGHTS_NAME} or {INDEX_NAME}){_seen_instead(directory)}",

@@ -24,11 +24,10 @@ if TYPE_CHECKING:
     Keep = Callable[[Capture], Callable[[], None]]
 
 
-class Held:
+class Holding:
     """A `Taker` that holds a capture until it is dropped."""
 
-    def __init__(self, keep: Keep) -> None:
-        self._keep = keep
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._answered = threading.Event()
         self._dropped = False
@@ -37,10 +36,11 @@ class Held:
 
     def offer(self, capture: Capture, let_go: Callable[[], None]) -> None:
         with self._lock:
-            if not self._dropped:
+            is_late = self._dropped
+            if not is_late:
                 self._capture, self._let_go = capture, let_go
         self._answered.set()
-        if self._let_go is None:
+        if is_late:
             let_go()
 
     def refuse(self, error: BaseException) -> None:
@@ -54,6 +54,14 @@ class Held:
             let_go, self._let_go = self._let_go, None
         if let_go is not None:
             let_go()
+
+
+class Held(Holding):
+    """The capture of the last save."""
+
+    def __init__(self, keep: Keep) -> None:
+        super().__init__()
+        self._keep = keep
 
     def is_changed_by(self, parameters: Callable[[frozenset[int]], bool] | None) -> bool:
         """Whether an update may change what was captured."""

@@ -39,7 +39,7 @@ from holdfast.plan.read import StoredShard, StoredTensor
 from holdfast.root import MAX_MANIFEST_BYTES
 from holdfast.storage.descriptors import StoredFile, refused
 from holdfast.storage.plain import open_plain
-from holdfast.storage.reading import FileSet
+from holdfast.storage.reading import GAP_BYTES_MAX, FileSet
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
     from holdfast.plan.read import Transfer
     from holdfast.plan.structure import PathItem
+    from holdfast.storage.reading import Blame
 
 _log = logging.getLogger("holdfast")
 
@@ -157,7 +158,7 @@ class HoldfastSource:
 
     def _read_report(self, line: ManifestReport) -> _Read:
         path = os.path.join(self.directory, line.name)
-        data = read_small(self.directory, line.name, limit=line.size, committed=True)
+        data = self.read_committed(line.name, line.size)
         if len(data) != line.size or xxh3_128(data) != line.digest:
             raise CheckpointCorrupt(
                 f"{path} is not the report that was committed (expected {line.size} bytes with digest "
@@ -200,7 +201,7 @@ class HoldfastSource:
             return {}
 
     def fresh(self) -> HoldfastSource:
-        source = open_holdfast(self.directory)
+        source = self._opened_anew()
         if source.manifest.attempt != self.manifest.attempt:
             path = os.path.join(self.directory, MANIFEST_NAME)
             raise CheckpointCorrupt(
@@ -265,7 +266,7 @@ class HoldfastSource:
         if not any(isinstance(read, HoldfastError) for read in self._found_reports):
             try:
                 problems.extend(self._check_unknown())
-            except CheckpointCorrupt as error:  # reports that are right, each by itself, and not together
+            except (CheckpointCorrupt, StorageError) as error:  # reports that are right only by themselves
                 problems.append(error)
         return problems
 
@@ -286,11 +287,7 @@ class HoldfastSource:
         return [CheckpointCorrupt(message, path=path)]
 
     def _check_unknown(self) -> list[HoldfastError]:
-        try:
-            names = self._unknown_entries()
-        except OSError as error:
-            return [refused(self.directory, error)]
-        paths = [os.path.join(self.directory, name) for name in names]
+        paths = [os.path.join(self.directory, name) for name in self._unknown_entries()]
         return [
             CheckpointCorrupt(f"{path} is in the checkpoint but was not committed with it", path=path) for path in paths
         ]
@@ -302,20 +299,16 @@ class HoldfastSource:
         """
         for problem in self._check_committed(digests=verify):
             raise problem
-        try:
-            unknown = self._unknown_entries()
-        except OSError as error:
-            raise refused(self.directory, error) from error
-        if unknown:
+        if unknown := self._unknown_entries():
             _log.warning("%s holds what was not committed with it: %s", self.directory, ", ".join(unknown[:8]))
 
     def _unknown_entries(self) -> list[str]:
         known = {MANIFEST_NAME, *self.files, *(line.name for line in self.manifest.reports)}
         known.update(file.name for file in self.manifest.files)
-        found = set(os.listdir(self.directory))
+        found = set(_entries_of(self.directory))
         for below in {name.partition("/")[0] for name in known if "/" in name} & found:
             found.remove(below)
-            found.update(f"{below}/{name}" for name in os.listdir(os.path.join(self.directory, below)))
+            found.update(f"{below}/{name}" for name in _entries_of(os.path.join(self.directory, below)))
         if self.manifest.kind == "export":
             return sorted(found - known)
         # Derived from what was committed, and never read by us; the longer names are of one being written.
@@ -329,10 +322,10 @@ class HoldfastSource:
             path = os.path.join(self.directory, file.name)
             try:
                 if digests:
-                    data = read_small(self.directory, file.name, limit=file.size, committed=True)
+                    data = self.read_committed(file.name, file.size)
                     found, right = len(data), len(data) == file.size and xxh3_128(data) == file.digest
                 else:
-                    found = size_of(path)
+                    found = self._size_of(file.name)
                     right = found == file.size
                 if not right:
                     problems.append(
@@ -347,13 +340,42 @@ class HoldfastSource:
         return problems
 
     def open_files(self, *, verify: bool, direct: bool = False) -> FileSet:
+        return self.file_set(self.readable_files, verify=verify, blame=self._blame, direct=direct)
+
+    # What knows that it is a directory of files.
+
+    def read_committed(self, name: str, nbytes: int) -> bytes:
+        """A small file that was committed with ``nbytes``: those, and one more if there are more; unverified."""
+        return read_small(self.directory, name, limit=nbytes, committed=True)
+
+    def has_file(self, name: str) -> bool:
+        """Whether there is such a file, committed or not."""
+        return os.path.isfile(os.path.join(self.directory, name))
+
+    def _size_of(self, name: str) -> int:
+        return size_of(os.path.join(self.directory, name))
+
+    def _opened_anew(self) -> HoldfastSource:
+        return open_holdfast(self.directory)
+
+    def file_set(
+        self,
+        files: Mapping[str, StoredFile],
+        *,
+        verify: bool,
+        blame: Blame,
+        direct: bool = False,
+        gap_bytes_max: int = GAP_BYTES_MAX,
+    ) -> FileSet:
+        """``files`` of it; see `FileSet`."""
         return FileSet(
             self.directory,
-            self.readable_files,
+            files,
             verify=verify,
             threads=READ_THREADS,
-            blame=self._blame,
+            blame=blame,
             direct=direct,
+            gap_bytes_max=gap_bytes_max,
         )
 
     def _blame(self, file: str, start: int, end: int) -> str | None:
@@ -403,6 +425,13 @@ def read_small(directory: str, name: str, *, limit: int, committed: bool = False
     try:
         with os.fdopen(fd, "rb") as file:
             return file.read(min(limit, os.fstat(fd).st_size) + 1)  # a limit may be far more than there is
+    except OSError as error:
+        raise refused(path, error) from error
+
+
+def _entries_of(path: str) -> list[str]:
+    try:
+        return os.listdir(path)
     except OSError as error:
         raise refused(path, error) from error
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 
 from holdfast import _torch_compat as compat
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
 TOGETHER: Final = 512
 """That many tensors are still in a core's cache when they are looked at a second time."""
 
-_by_shape = attrgetter("shape", "dtype", "device")
+Addresses = np.ndarray[Any, np.dtype[np.uint64]]
+Look = tuple[Any, ...]
+look: Callable[[torch.Tensor], Look] = attrgetter("shape", "dtype", "device")
+"""What kind of thing a plain tensor is, as far as its place in a checkpoint goes."""
 _by_size = attrgetter("nbytes", "dtype", "device")
 _is_contiguous: Callable[[torch.Tensor], bool] = torch.Tensor.is_contiguous
 _is_neg: Callable[[torch.Tensor], bool] = torch.Tensor.is_neg
@@ -34,11 +38,15 @@ class KindGuard:
 
     __slots__ = ("_check", "_look", "_looks")
 
-    def __init__(self, tensors: Sequence[torch.Tensor], *, thorough: bool) -> None:
-        """thorough: compare shapes even where torch has no quick way to; else sizes in bytes stand in for them."""
+    def __init__(self, tensors: Sequence[torch.Tensor], *, thorough: bool, looks: Sequence[Look] | None = None) -> None:
+        """thorough: compare shapes even where torch has no quick way to; else sizes in bytes stand in for them.
+
+        looks: what `look` has given for each a moment ago.
+        """
         self._check = compat.same_kind_check(tensors)
-        self._look = _by_shape if thorough or self._check is not None else _by_size
-        self._looks: list[Any] = _interned(list(map(self._look, tensors)))
+        self._look: Callable[[torch.Tensor], Any] = look if thorough or self._check is not None else _by_size
+        known = looks if self._look is look else None
+        self._looks: list[Any] = interned(list(map(self._look, tensors))) if known is None else list(known)
 
     @property
     def is_quick(self) -> bool:
@@ -85,25 +93,30 @@ class Places:
             for start in range(0, len(self._tensors), TOGETHER)
         ]
 
-    def addresses(self) -> list[int] | None:
+    def addresses(self) -> Addresses | None:
         """One for each tensor; None if one is another kind of thing by now, or has given up its memory."""
-        addresses: list[int] = []
+        addresses = np.empty(len(self._tensors), dtype=np.uint64)
         for start, kind in self._kinds:
             few = self._tensors[start : start + TOGETHER]
             if not kind.stands(few):
                 return None
-            addresses += map(_address, few)
-        return None if 0 in addresses else addresses
+            addresses[start : start + len(few)] = addresses_of(few)
+        return addresses if addresses.all() else None
+
+
+def addresses_of(tensors: Sequence[torch.Tensor]) -> Addresses:
+    """Where the memory of each is; 0 where there is none."""
+    return np.fromiter(map(_address, tensors), np.uint64, len(tensors))
 
 
 def _plain(tensors: Sequence[torch.Tensor]) -> bytes:
     return bytes(map(_is_contiguous, tensors)) + bytes(map(_is_neg, tensors))
 
 
-def _interned(looks: list[Any]) -> list[Any]:
-    """Equal ones as one object: most tensors are of few kinds."""
+def interned(looks: list[Any]) -> list[Any]:
+    """Equal ones as one object: most tensors are of few kinds, and what there is less of, nobody has to look after."""
     try:
-        known = {look: look for look in looks}
-        return [known[look] for look in looks]
+        known: dict[Any, Any] = {}
+        return [known.setdefault(look, look) for look in looks]
     except TypeError:
         return looks

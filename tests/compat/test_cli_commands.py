@@ -220,9 +220,14 @@ def test_verify_names_every_bad_file(root: Path) -> None:
     assert [row["path"] for row in document("verify", root / "step-1", status=1)["checkpoints"]] == [
         str(root / "step-1")
     ]
-    assert [Path(row["path"]).name for row in document("verify", root, "--newest", status=1)["checkpoints"]] == [
-        "step-2"
-    ]
+    newest = document("verify", root, "--newest", status=1)["checkpoints"]
+    assert [Path(row["path"]).name for row in newest] == ["step-3", "step-2"]
+
+
+def test_verify_of_the_newest_does_not_pass_over_one_that_can_not_be_read(root: Path) -> None:
+    (root / "step-3" / "holdfast.json").unlink()
+    found = document("verify", root, "--newest", status=1)
+    assert {row["step"]: row["ok"] for row in found["checkpoints"]} == {3: False, 2: True}
 
 
 # recover ---------------------------------------------------------------------------------------------------------
@@ -297,6 +302,59 @@ def test_misuse_is_exit_status_2_and_one_document(arguments: tuple[str, ...], ma
     assert json.loads(ended.stdout)["command"] == "error"
     assert ended.stderr.startswith("holdfast: ")
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("ls", "ROOT", "--nope"), "--nope"),
+        (("ls",), "PATH"),
+        (("verify", "ROOT", "--step", "many"), "--step"),
+        (("sl", "ROOT"), "sl"),
+    ],
+)
+def test_a_command_line_that_is_wrong_is_one_document_too(arguments: tuple[str, ...], why: str, made: Path) -> None:
+    ended = run(*(part.replace("ROOT", str(made)) for part in arguments), "--json")
+    assert ended.returncode == 2
+    found = json.loads(ended.stdout)
+    assert (found["command"], found["error"]["kind"]) == ("error", "ConfigError")
+    assert why in found["error"]["message"]
+    assert why in ended.stderr
+
+
+def test_a_working_directory_that_is_gone_is_a_message(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    code = (
+        f"import os, sys; os.rmdir({str(tmp_path / 'gone')!r}); sys.argv = ['holdfast', 'ls', '.', '--json']\n"
+        "from holdfast.cli.app import main; main()"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path / "gone",
+        env=os.environ | {"PYTHONPATH": SOURCE},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ended.returncode, json.loads(ended.stdout)["error"]["kind"]) == (1, "StorageError")
+    assert "Traceback" not in ended.stderr
+
+
+def test_ls_of_a_link_shows_what_it_points_to(root: Path) -> None:
+    (root / "newest").symlink_to("step-3")
+    assert [row["name"] for row in document("ls", root / "newest")["entries"]] == ["step-3"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_ls_of_one_checkpoint_shows_it_whoever_wrote_it_and_whatever_became_of_it(root: Path, tmp_path: Path) -> None:
+    (root / "step-3" / "holdfast.json").unlink()
+    assert [row["state"] for row in document("ls", root / "step-3", status=1)["entries"]] == ["corrupt"]
+    for name in ("step-9", "mine"):
+        dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path / "stock" / name, no_dist=True)
+        (row,) = document("ls", tmp_path / "stock" / name)["entries"]
+        assert (row["name"], row["state"]) == (name, "stock")
+        assert row["nbytes"] > 0
 
 
 def test_looking_imports_no_torch(made: Path) -> None:

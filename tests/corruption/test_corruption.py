@@ -34,6 +34,7 @@ from damage import MANIFEST, Damage, applied, flip, flips, regions_of, swaps, wh
 from launch import run_job
 
 DENSE = os.environ.get("HOLDFAST_CORRUPTIONS") == "all"
+LIMIT_S = 1800.0 if DENSE else 120.0
 
 
 def state_of(fill: bool) -> dict[str, Any]:
@@ -193,7 +194,7 @@ def test_the_checkpoints_have_every_kind_of_region(single: Path, double: Path) -
     assert (single / ".metadata").exists()
 
 
-@pytest.mark.timeout(600 if DENSE else 120)
+@pytest.mark.timeout(LIMIT_S)
 def test_damage_of_one_rank_is_found_by_verify_and_load(single: Path, tmp_path: Path, tried: Counter[str]) -> None:
     state = state_of(fill=True)
     saved = content_of(state)
@@ -209,7 +210,7 @@ def test_damage_of_one_rank_is_found_by_verify_and_load(single: Path, tmp_path: 
     assert content_of(fresh) == saved
 
 
-@pytest.mark.timeout(600 if DENSE else 120)
+@pytest.mark.timeout(LIMIT_S)
 def test_damage_of_two_ranks_is_found_by_verify_and_by_a_load_on_one(
     double: Path, tmp_path: Path, tried: Counter[str]
 ) -> None:
@@ -262,10 +263,11 @@ def load_on_two(path: str, spare: str) -> None:
         (Path(spare) / "count").write_text(str(len(all_damage(directory, Path(spare))[:: 1 if DENSE else 9])))
 
 
+@pytest.mark.timeout(LIMIT_S)
 def test_damage_of_one_rank_is_found_by_a_load_on_two(single: Path, tmp_path: Path, tried: Counter[str]) -> None:
     copy = Path(shutil.copytree(single, tmp_path / "copy"))
     (tmp_path / "spare").mkdir()
-    run_job(load_on_two, nproc=2, args=[copy, tmp_path / "spare"])
+    run_job(load_on_two, nproc=2, args=[copy, tmp_path / "spare"], timeout_s=LIMIT_S - 20)
     tried["corruptions found: resharded onto two ranks"] += int((tmp_path / "spare" / "count").read_text())
 
 
@@ -312,7 +314,7 @@ def samples(directory: Path, spare: Path) -> list[Damage]:
     return found
 
 
-@pytest.mark.timeout(600 if DENSE else 120)
+@pytest.mark.timeout(LIMIT_S)
 def test_restore_falls_back_to_the_older_step_and_says_so(single: Path, tmp_path: Path, tried: Counter[str]) -> None:
     root = tmp_path / "root"
     config = holdfast.CheckpointConfig(every=1, keep=None)

@@ -254,7 +254,7 @@ class Root(RuleBasedStateMachine):
 
 
 EXAMPLES = int(os.environ.get("HOLDFAST_RETENTION", "25"))
-TestRoot = pytest.mark.timeout(1200)(Root.TestCase)
+TestRoot = pytest.mark.timeout(120 + 6 * EXAMPLES)(Root.TestCase)
 TestRoot.settings = settings(
     max_examples=EXAMPLES, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

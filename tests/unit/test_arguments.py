@@ -40,3 +40,12 @@ def test_a_metric_that_is_no_number_is_named(value):
     with pytest.raises(ConfigError) as caught:
         checked_metrics({"loss": value})
     assert caught.value.field == "metrics.loss"
+
+
+def test_a_relative_path_in_a_directory_that_was_removed(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(ConfigError, match="'root' is relative, and the working directory was removed"):
+        checked_path("root", field="root")
+    assert checked_path(tmp_path, field="root") == str(tmp_path)

@@ -312,6 +312,8 @@ def test_cpu_seconds_of_children_are_counted() -> None:
 class Turns:
     """A worker as far as taking turns needs one."""
 
+    pids: tuple[int, ...] = ()
+
     def __init__(self, name: str) -> None:
         self.name = name
 
@@ -372,3 +374,32 @@ def test_ours_and_the_fastest_peer_have_all_rounds_and_the_very_slow_one(
     bench.rounds("case", workers, turn, counted=5)
     counted = {name: len(bench.results.values("case", name, "held_s")) for name in turns_s}
     assert counted == {"raw": 5, "holdfast": 5, "near": 5, "far": 2, "farthest": 1}
+
+
+def test_the_others_stand_still_at_a_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.bench.os.sync", lambda: None)
+    monkeypatch.setattr("benchmarks.bench.Bench._wait_quiet", lambda _: None)
+    bench = Bench(SIZES["quick"], tmp_path)
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        mine, other = (SimpleNamespace(name=str(one.pid), pids=[one.pid], alive=True) for one in others)
+        bench._kept = {("mine", 1): mine, ("other", 1): other}
+
+        def state(worker: SimpleNamespace) -> str:
+            return Path(f"/proc/{worker.pids[0]}/stat").read_text().rpartition(")")[2].split()[0]
+
+        def turn(_: object) -> dict[str, float]:
+            deadline = time.monotonic() + 10.0
+            while state(other) != "T" and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert state(other) == "T"
+            assert state(mine) != "T"
+            return {"held_s": 1.0}
+
+        bench.rounds("save", [mine], turn, counted=1, first=1)
+        assert state(other) != "T"
+        assert len(bench.results.samples) == 1
+    finally:
+        for one in others:
+            one.kill()
+            one.wait()

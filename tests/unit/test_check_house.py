@@ -81,3 +81,10 @@ def test_vague_names_are_refused(house: ModuleType, capsys: pytest.CaptureFixtur
 
 def test_an_empty_package_file_needs_no_docstring(house: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert " 0 breaches" in found(house, capsys, "", "__init__.py")
+
+
+def test_modules_of_tests_have_names_of_their_own(house: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in ("unit", "crash"):
+        (house.ROOT / "tests" / folder).mkdir(parents=True)
+        (house.ROOT / "tests" / folder / "test_it.py").write_text("")
+    assert "is also the name of tests/crash/test_it.py" in found(house, capsys, "")

@@ -6,13 +6,17 @@ The fuzzer (tests/fuzz) looks for more of them.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pickle
 import re
 import stat
+import subprocess
+import sys
 import time
 import tracemalloc
 import zipfile
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +51,52 @@ def test_slices_are_not_nested() -> None:
     with pytest.raises(CheckpointCorrupt, match="a slice is"):
         load_pickle(nested)
     assert load_pickle(pickle.dumps(slice(1, None, 2), 2)) == slice(1, None, 2)
+
+
+DEEP = """
+import sys
+from collections import defaultdict, deque
+from holdfast.format.pickle_reader import Refused, Vocabulary, read_pickle
+
+names = {"collections.deque": deque, "collections.defaultdict": defaultdict}
+vocabulary = Vocabulary(names, {deque: deque, defaultdict: defaultdict})
+deep, number = 300_000, 0
+for end in (b".", b"\\xff"):
+    for kind, put in ((b"deque", (b"", b"a")), (b"defaultdict", (b"K\\x00", b"s"))):
+        made = b"h\\x00)R" + put[0]
+        stream = b"\\x80\\x02ccollections\\n" + kind + b"\\nq\\x000" + made * deep + b"N" + put[1] * deep + end
+        try:
+            read_pickle(stream, vocabulary)
+        except Refused as error:
+            number += 1
+print(number)
+"""
+
+
+def test_containers_that_python_releases_one_inside_the_other_are_not_nested() -> None:
+    """A deque in a deque, and so on, would overflow the stack as they are released, also by an error further on."""
+    ended = subprocess.run([sys.executable, "-c", DEEP], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "4\n"), ended.stderr[-1000:]
+    cyclic: deque[Any] = deque(range(3000))
+    cyclic.append(deque([cyclic]))
+    assert load_pickle(pickle.dumps(cyclic, 2))[-1][0][0] == 0
+
+
+def test_sets_that_are_equal_only_after_ages_are_no_keys() -> None:
+    """Two frozensets of one structure, not shared: comparing them doubles with each level."""
+
+    def nested(first: int) -> bytes:
+        stream = b"(K\x00\x91\x94"
+        for level in range(first, first + 60):
+            known = b"h%c" % level
+            stream += b"0(" + known + b"(" + known + b"\x91\x91\x94"
+        return stream
+
+    began = time.monotonic()
+    for end in (b"N%bNu.", b"N%bN\x91."):
+        with pytest.raises(CheckpointCorrupt, match="more than 4096 members"):
+            load_pickle(b"\x80\x04}(" + nested(0) + end % nested(61))
+    assert time.monotonic() - began < 10
 
 
 def colliding_tuples(count: int) -> list[tuple[int, int]]:
@@ -135,6 +185,42 @@ def test_a_claimed_shape_takes_no_memory(tmp_path: Path) -> None:
         edited(path, claim)
         with pytest.raises(CheckpointCorrupt, match="w"):
             holdfast.open(path).read("w")
+
+
+class Kept:
+    """Has a state of its own, with a list in it."""
+
+    def __init__(self) -> None:
+        self.value: dict[str, Any] = {"items": [{"x": 1}, {"x": 2}]}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.value
+
+    def load_state_dict(self, value: dict[str, Any]) -> None:
+        self.value = value
+
+
+@pytest.mark.parametrize("index", [10**8, 10**15, -1])
+def test_a_list_is_not_made_as_long_as_a_name_claims(index: int, tmp_path: Path) -> None:
+    path = stock(tmp_path, {"kept": Kept()})
+    before, after = "kept.items.1.x", f"kept.items.{index}.x"
+
+    def rename(metadata: Metadata) -> None:
+        metadata.planner_data[after] = ("kept", "items", index, "x")
+        metadata.state_dict_metadata[after] = metadata.state_dict_metadata.pop(before)
+        metadata.storage_data = {
+            dataclasses.replace(place, fqn=after if place.fqn == before else place.fqn): info
+            for place, info in metadata.storage_data.items()
+        }
+
+    edited(path, rename)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointCorrupt, match=f"a list with item {index}"):
+            holdfast.load({"kept": Kept()}, path)
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_compressed_record_is_not_unpacked(tmp_path: Path) -> None:
@@ -294,18 +380,23 @@ def test_what_is_written_follows_the_umask(umask: int, file_mode: int, dir_mode:
     assert {stat.S_IMODE(mode) for mode in modes.values() if stat.S_ISDIR(mode)} == {dir_mode}
 
 
+def named_sockets() -> set[str]:
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return {row[7] for row in rows if len(row) > 7}
+
+
 def test_a_save_leaves_nothing_where_others_look(tmp_path: Path) -> None:
     """No socket with a name, no file in a temporary directory or in /dev/shm; attempts have names nobody can guess."""
     places = [Path("/dev/shm"), Path(os.environ.get("TMPDIR", "/tmp"))]
     before = [{path.name for path in place.iterdir()} for place in places if place.is_dir()]
+    named = named_sockets()  # of other jobs
     attempts = set()
     with holdfast.CheckpointManager(tmp_path / "root", {"w": torch.ones(4)}) as manager:
         for step in (1, 2, 3):
             handle = manager.save(step)
             handle.result()
             attempts.add(handle.attempt)
-        names = [line.split()[7:] for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
-        assert not [name for name in names if name and "holdfast" in name[0]]
+        assert not [name for name in named_sockets() - named if "holdfast" in name]
     after = [{path.name for path in place.iterdir()} for place in places if place.is_dir()]
     assert not [name for was, now in zip(before, after, strict=True) for name in now - was if "holdfast" in name]
     assert len(attempts) == 3

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -252,7 +253,8 @@ def test_pieces_are_written_and_nothing_else() -> None:
 
 def test_between_records_that_are_no_neighbours_nothing_is_touched() -> None:
     alone, together = [Piece(0, 0, 4, 0), Piece(1, 50, 4, 2)], [Piece(at, 60 + at, 1, 4 + at) for at in range(3)]
-    assert worth_scattering([*together, *alone]) == (together, alone)
+    found = worth_scattering(np.array([*together, *alone]))
+    assert [list(map(tuple, pieces.tolist())) for pieces in found] == [together, alone]
     copies = Scatter(Image(4096), [*alone, *together], lambda _: None)
     assert [(call.offset, call.nbytes) for batch in copies.batches for call in batch.calls] == [
         (0, 4),

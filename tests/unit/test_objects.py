@@ -1,6 +1,7 @@
 """Plain objects: what is refused and how it is named, capacities, records, and loading."""
 
 import enum
+import functools
 import io
 import pickle
 import types
@@ -59,6 +60,10 @@ PLAIN = [
     Counter("abca"),
     range(10, 0, -2),
     slice(1, None, 2),
+    slice(np.int64(2), np.float32(9), True),
+    slice((1, 2), [3], b"x"),
+    deque([deque([1]), defaultdict(list, a=[deque()])]),
+    {frozenset({frozenset({1}), (2, frozenset())}): frozenset(range(5000))},
     torch.Size([1, 2]),
     torch.bfloat16,
     torch.device("cuda:1"),
@@ -84,6 +89,14 @@ ARRAYS = [
     np.dtype("f4"),
     np.dtype("U3"),
 ]
+
+
+def stream_at(content, position):
+    stream = io.BytesIO(content)
+    stream.seek(position)
+    return stream
+
+
 REFUSED = [
     Level.LOW,
     Level,
@@ -113,6 +126,16 @@ REFUSED = [
     torch.zeros(2).to_sparse(),
     torch.empty(1, device="meta"),
     torch.contiguous_format,
+    # On the list by their types, and yet not to be loaded back: for what they could cost whoever reads them.
+    {tuple(range(5000)): 0},
+    {
+        (1, (2, tuple(range(5000)))),
+    },
+    frozenset({frozenset({frozenset(range(5000))})}),
+    {number * ((1 << 61) - 1): 0 for number in range(1, 400)},
+    slice(slice(1)),
+    slice(None, deque()),
+    stream_at(b"abc", 9),
 ]
 
 
@@ -185,6 +208,14 @@ def test_a_too_deep_object_is_a_clear_error():
         value = [value]
     with pytest.raises(ConfigError, match=r"deep: .*nested"):
         dump_object(value, name="deep")
+
+
+def test_a_long_chain_of_deques_is_refused_when_it_is_saved():
+    chain = functools.reduce(lambda inner, _: deque([inner]), range(150), deque())
+    with pytest.raises(ConfigError, match=r"^train\.x: more than 100 deques"):
+        dump_object({"a": chain}, name="train.x")
+    broken = functools.reduce(lambda inner, _: deque([[inner]]), range(150), deque())
+    assert load(record_of(broken)) == broken
 
 
 def test_cycles_come_back():

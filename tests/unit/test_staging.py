@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ from torch import nn
 import holdfast
 from holdfast import _torch_compat as compat
 from holdfast import stage
-from holdfast.errors import ConfigError, HoldfastError, StateChangedWhileStaging
+from holdfast.errors import ConfigError, HoldfastError, SaveFailed, StateChangedWhileStaging
 from holdfast.snapshot import Snapshot
 from holdfast.staging import image, stager
 from holdfast.staging.copies import BATCH_BYTES, Copies, CopyBatch, CopyItem, split_rows
@@ -851,3 +853,19 @@ def test_pages_are_faulted_in_by_several_threads(monkeypatch: pytest.MonkeyPatch
         assert os.fstat(file.fileno()).st_blocks * 512 == made.nbytes
     assert int(made.bytes_view.sum()) == 0
     made.close()
+
+
+def test_host_memory_that_the_system_refuses_is_named(tmp_path: Path) -> None:
+    """A limit of the size of files is one of memory files, too."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    config = holdfast.CheckpointConfig(every=None, on_error="warn")
+    with holdfast.CheckpointManager(tmp_path, {"w": torch.ones(1 << 18)}, config=config) as manager:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, before[1]))
+        try:
+            with pytest.warns(UserWarning, match="bytes of host memory for a file image: File too large"):
+                error = manager.save(1, final=True).exception()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert isinstance(error, SaveFailed)
+        assert error.errno == errno.EFBIG
+        assert manager.save(2).result().verify().ok

@@ -16,6 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
+import holdfast
 from holdfast.errors import StateMismatch
 from holdfast.state.flatten import flatten_exactly, rebuild
 from holdfast.state.loading import mismatch_error
@@ -561,3 +562,26 @@ def test_rebuild_undoes_flatten_whatever_is_there_now(value: Any, now: Any) -> N
     if not isinstance(now, dict):
         assert rebuilt == value
     assert rebuild(None, leaves) == value
+
+
+def test_elements_that_share_memory_are_refused_before_anything_is_read(tmp_path: Any) -> None:
+    """torch can't write to them; of values that stand for themselves new ones are made."""
+
+    def state(fill: float, *, expanded: bool = True) -> dict[str, Any]:
+        model = nn.Linear(3, 2)
+        nn.init.constant_(model.weight, fill)
+        row = torch.full((1, 4), fill)
+        model.register_buffer("row", row.expand(5, 4) if expanded else row.repeat(5, 1))
+        model.register_buffer("one", row.expand(1, 4))
+        return {"model": model, "plain": torch.full((1,), fill).expand(7)}
+
+    holdfast.save(state(1.0), tmp_path / "one")
+    loaded = state(2.0)
+    with pytest.raises(StateMismatch, match=r"model\.row \(its elements share memory here.*clone\(\)") as caught:
+        holdfast.load(loaded, tmp_path / "one")
+    assert "model.row" in caught.value.mismatched
+    assert bool((loaded["model"].weight == 2.0).all())
+    loaded = state(2.0, expanded=False)
+    del loaded["plain"]
+    holdfast.load(loaded, tmp_path / "one")
+    assert_same(dict(loaded["model"].named_buffers()), dict(state(1.0)["model"].named_buffers()))

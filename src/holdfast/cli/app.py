@@ -7,19 +7,20 @@ with ``--json`` a document on standard output, too.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from holdfast._version import __version__
 from holdfast.cli.bench import bench
 from holdfast.cli.ls import ls
-from holdfast.cli.output import exit_status, print_error
+from holdfast.cli.output import MISUSE, exit_status, print_error, print_error_document
 from holdfast.cli.recover import recover
 from holdfast.cli.show import show
 from holdfast.cli.verify import verify
-from holdfast.errors import HoldfastError
+from holdfast.errors import ConfigError, HoldfastError, StorageError
 
 app = typer.Typer(
     name="holdfast",
@@ -46,8 +47,21 @@ for command in (ls, show, verify, recover, bench):
 
 def main() -> None:
     """Run the command named by ``sys.argv``; ends the process with its status."""
+    as_json = "--json" in sys.argv
     try:
         app()
     except HoldfastError as error:
-        print_error(error, as_json="--json" in sys.argv)
+        print_error(error, as_json=as_json)
         sys.exit(exit_status(error))
+    except OSError as error:  # of a working directory that is gone, or of what standard output leads to
+        refused = StorageError(f"the system refuses: {error}", path=error.filename or "", errno=error.errno)
+        with contextlib.suppress(OSError):
+            print_error(refused, as_json=as_json)
+        sys.exit(exit_status(refused))
+    except SystemExit as ended:
+        if as_json and ended.code == MISUSE:
+            # What the command line lacks is on standard error by now.
+            why: Any = ended.__context__
+            message = why.format_message() if hasattr(why, "format_message") else "the command line can't be understood"
+            print_error_document(ConfigError(message))
+        raise

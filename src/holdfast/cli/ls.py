@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from holdfast.cli.choosing import is_one_checkpoint
 from holdfast.cli.output import AsJson, age_s_of, age_text, print_json, print_rows, shown, size_text
-from holdfast.format.manifest import MANIFEST_NAME
-from holdfast.listing import RootListing, existing_directory, list_root
+from holdfast.listing import RootListing, existing_directory, list_root, stock_entry
 
 if TYPE_CHECKING:
     from holdfast.listing import RootEntry
@@ -41,11 +41,14 @@ def ls(
 
 def _listing(path: str) -> RootListing:
     directory = existing_directory(path)
-    if not os.path.lexists(os.path.join(directory, MANIFEST_NAME)):
+    if os.path.islink(directory):  # such as that to the latest: a root lists what it points to
+        directory = os.path.realpath(directory)
+    if not is_one_checkpoint(directory):
         return list_root(directory)
     root, name = os.path.split(directory)
     whole = list_root(root)
-    return RootListing(root, tuple(row for row in whole.entries if row.name == name), whole.held_by, {})
+    rows = tuple(row for row in whole.entries if row.name == name) or (stock_entry(directory),)
+    return RootListing(root, rows, whole.held_by, {})
 
 
 def _document(row: RootEntry) -> dict[str, object]:

@@ -38,15 +38,20 @@ def exit_status(error: HoldfastError) -> int:
 def print_json(command: str, **members: Any) -> None:
     """One document: ``schema`` and ``command`` first."""
     document = {"schema": SCHEMA, "command": command, **members}
-    sys.stdout.write(json.dumps(document, indent=2, default=str) + "\n")
+    typer.echo(json.dumps(document, indent=2, default=str))
 
 
 def print_error(error: HoldfastError, *, as_json: bool) -> None:
     """The message on standard error; with ``--json`` also a document that says what kind of error it is."""
-    if as_json:
-        kind, text = type(error).__name__, str(error)
-        print_json("error", error={"kind": kind, "message": text, "path": getattr(error, "path", None)})
     typer.echo(f"holdfast: {shown(str(error), keep=LINES)}", err=True)
+    if as_json:
+        print_error_document(error)
+
+
+def print_error_document(error: HoldfastError) -> None:
+    """What kind of error it is, for scripts."""
+    kind, text = type(error).__name__, str(error)
+    print_json("error", error={"kind": kind, "message": text, "path": getattr(error, "path", None)})
 
 
 def plain_number(value: float) -> float | str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -19,6 +19,9 @@ from holdfast.export.hf_verify import is_export, verify_export
 from holdfast.listing import existing_directory
 from holdfast.opening import open_source
 from holdfast.verifying import VerifyReport, problem_of, verify_source
+
+if TYPE_CHECKING:
+    from holdfast.listing import RootEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +75,20 @@ def _targets(path: str, step: int | None, *, newest: bool, everything: bool) -> 
     if step is not None:
         rows = [of_step(directory, rows, step)]
     elif newest:
-        rows = [row for row in rows if row.latest] or rows[-1:]
+        rows = _newest(rows)
     elif not everything:
         rows = [row for row in rows if row.state != "stock"]
     if not rows:
         raise CheckpointNotFound(f"{directory} holds no checkpoints and no exports to verify", path=directory)
     return [(row.path, row.step) for row in rows]
+
+
+def _newest(rows: list[RootEntry]) -> list[RootEntry]:
+    """The newest that can be read, and those with higher steps that can't: one of them would be the newest."""
+    latest = [row for row in rows if row.latest] or rows[-1:]
+    top = max((row.step for row in latest if row.step is not None), default=0)
+    newer = [row for row in rows if row.state == "corrupt" and row.step is not None and row.step > top]
+    return [*newer, *latest]
 
 
 def _verified(path: str, step: int | None) -> _Result | None:

@@ -335,6 +335,8 @@ class Exporter:
 
     def _planned(self, ticket: Ticket, made: Made) -> Any:
         replaces = False
+        if self._lock is not None:
+            self._lock.renew()
         if ticket.step is not None and self._managed:
             ticket.extra, replaces = self._keeper.place(ticket.step, ticket.name, ())
         parts = tuple(

@@ -18,15 +18,15 @@ Does not: check that files are as long as claimed (reading does), or keep what a
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from holdfast.errors import CheckpointCorrupt
 from holdfast.format.pickle_reader import Refused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch.distributed.checkpoint.metadata import Metadata
 
@@ -35,10 +35,14 @@ if TYPE_CHECKING:
 
 _Shard: TypeAlias = "tuple[str, PlacedTensor | IndexTensor]"
 """The file that it is in, and where there."""
+_Entry: TypeAlias = "PlacedTensor | PlacedObject | IndexTensor | IndexObject"
 STOCK_VERSION: Final = "1.0.0"
 """What stock DCP writes into ``Metadata.version``; readers of older torch ignore it."""
 
 _TORCH_METADATA: Final = "torch.distributed.checkpoint.metadata"
+_JOINED: Final = 4096
+_opcode: Final = struct.Struct("<cI").pack
+"""An opcode with a number behind it."""
 
 
 # writing -------------------------------------------------------------------------------------------------------
@@ -66,102 +70,131 @@ def render_metadata(plan: SavePlan | StoredPlan) -> bytes:
     The same bytes from the plan of a save as from its reports.
 
     A shard without elements is left out unless its tensor has none at all: no reader asks for it, and its offset may
-    be that of a shard that has some. About 1 s for 100,000 tensors. Pure; thread-safe.
+    be that of a shard that has some. Pure; thread-safe.
     """
-    first: dict[str, _Shard] = {}
-    several: dict[str, list[_Shard]] = {}
-    objects: dict[str, tuple[str, PlacedObject | IndexObject]] = {}
-    for rank in plan.ranks:
-        for tensor in rank.tensors:
-            shard = (rank.files[tensor.file].name, tensor)
-            if first.setdefault(tensor.name, shard) is not shard:
-                several.setdefault(tensor.name, [first[tensor.name]]).append(shard)
-        for item in rank.objects:
-            objects[item.name] = (rank.files[item.file].name, item)
-    for name, shards in several.items():
-        several[name] = [shard for shard in shards if shard[1].nbytes] or shards[:1]
-    out = _Pickle()
-    out.raw(_METADATA)
-    for name, shard in first.items():
-        out.text(name)
-        held: Sequence[_Shard] = several.get(name) or (shard,)
-        if len(held) == 1:
-            _, tensor = held[0]
-            key = (tensor.dtype, tensor.shape, tensor.offsets, tensor.sizes)
-            out.repeated(key, partial(_tensor_metadata, out, held))
-        else:
-            _tensor_metadata(out, held)
-    for name in objects:
-        out.text(name)
-        out.raw(_BYTES)
-    out.raw(_THEN_PLANNER_DATA)
-    for name, (_, tensor) in first.items():
-        _flat_name(out, name, tensor.path)
-    for name, (_, item) in objects.items():
-        _flat_name(out, name, item.path)
-    out.raw(_THEN_STORAGE_DATA)
-    for name, shard in first.items():
-        for index, (file, tensor) in enumerate(several.get(name) or (shard,)):
-            out.raw(_INDEX)
-            out.text(name)
-            out.repeated((index, tensor.offsets, file), partial(_shard_index, out, index, tensor.offsets, file))
-            _place(out, tensor.record_offset, tensor.record_end - tensor.record_offset)
+    tensors = _Tensors(plan)
+    objects = {item.name: (rank.files[item.file].name, item) for rank in plan.ranks for item in rank.objects}
+    memo = _Memo()
+    out = [_PRELUDE, _METADATA]
+    out += _all_metadata(memo, tensors)
+    out += [memo.text(name) + _BYTES for name in objects]
+    out.append(_THEN_PLANNER_DATA)
+    out += _all_flat_names(memo, (tensor for _, tensor in tensors))
+    out += _all_flat_names(memo, (item for _, item in objects.values()))
+    out.append(_THEN_STORAGE_DATA)
+    out += _all_places(memo, tensors)
     for name, (file, item) in objects.items():
-        out.raw(_INDEX)
-        out.text(name)
-        _file(out, file)
-        _place(out, item.offset, item.capacity)
-    out.raw(_THEN_STORAGE_META)
-    out.text(STOCK_VERSION)
-    out.raw(b"ub.")
-    return out.finish()
+        out.append(_INDEX + memo.text(name) + _file(memo, file) + _place(item.offset, item.capacity))
+    out.append(_THEN_STORAGE_META + memo.text(STOCK_VERSION) + b"ub.")
+    # Bit by bit, since joining takes 80 bytes for each piece.
+    return b"".join([b"".join(out[at : at + _JOINED]) for at in range(0, len(out), _JOINED)])
 
 
-def _tensor_metadata(out: _Pickle, shards: Sequence[_Shard]) -> None:
-    out.raw(_TENSOR)
-    out.properties(shards[0][1].dtype)
-    out.raw(_THEN_SIZE)
-    out.size(shards[0][1].shape)
-    out.raw(_THEN_CHUNKS)
-    for _, shard in shards:
-        out.raw(_CHUNK)
-        out.size(shard.offsets)
-        out.raw(_THEN_SIZES)
-        out.size(shard.sizes)
-        out.raw(b"ub")
-    out.raw(b"eub")
+class _Tensors:
+    """All shards by tensor, in the order of the first of each; iterating gives that first one."""
+
+    def __init__(self, plan: SavePlan | StoredPlan) -> None:
+        self._plan = plan
+        self.several: dict[str, list[_Shard]] = {}
+        names = Counter(tensor.name for rank in plan.ranks for tensor in rank.tensors)
+        if names.total() == len(names):
+            return
+        for rank in plan.ranks:
+            for tensor in rank.tensors:
+                if names[tensor.name] > 1:
+                    shard = (rank.files[tensor.file].name, tensor)
+                    self.several.setdefault(tensor.name, []).append(shard)
+
+    def __iter__(self) -> Iterator[_Shard]:
+        # Not kept: a hundred thousand more of what is counted make the garbage collector look at everything there is.
+        met: set[str] = set()
+        for rank in self._plan.ranks:
+            files = [file.name for file in rank.files]
+            for tensor in rank.tensors:
+                if self.several and tensor.name in self.several:
+                    if tensor.name in met:
+                        continue
+                    met.add(tensor.name)
+                yield files[tensor.file], tensor
+
+    def shards(self, shard: _Shard) -> Sequence[_Shard]:
+        """Those of the tensor whose first one is this, but for empty ones beside others."""
+        held = self.several.get(shard[1].name)
+        return (shard,) if held is None else [one for one in held if one[1].nbytes] or held[:1]
 
 
-def _flat_name(out: _Pickle, name: str, path: tuple[str | int, ...]) -> None:
-    out.text(name)
-    out.raw(b"(")
-    for item in path:
-        if isinstance(item, str):
-            out.text(item)
+# There may be a hundred thousand tensors: in these three, a call for each of them would be felt.
+
+
+def _all_metadata(memo: _Memo, tensors: _Tensors) -> list[bytes]:
+    """Names, each with what it is."""
+    out: list[bytes] = []
+    add, text, kept = out.append, memo.text, memo.kept
+    for shard in tensors:
+        add(text(shard[1].name))
+        held = tensors.shards(shard) if tensors.several else (shard,)
+        tensor = held[0][1]
+        key = (tensor.dtype, tensor.shape, tensor.offsets, tensor.sizes)
+        if len(held) == 1:
+            add(kept.get(key) or memo.keep(key, _tensor_metadata, *held))
         else:
-            out.number(item)
-    out.raw(b"t")
+            add(_tensor_metadata(memo, *held))
+    return out
 
 
-def _shard_index(out: _Pickle, index: int, offsets: tuple[int, ...], file: str) -> None:
-    out.raw(_THEN_INDEX)
-    out.number(index)
-    out.raw(_THEN_OFFSET)
-    out.size(offsets)
-    _file(out, file)
+def _all_flat_names(memo: _Memo, entries: Iterable[_Entry]) -> list[bytes]:
+    """Names, each with the keys that it stands for."""
+    out: list[bytes] = []
+    add, text, fetches = out.append, memo.text, memo.fetches
+    for entry in entries:
+        add(fetches[entry.name])
+        add(b"(")
+        for item in entry.path:
+            add(fetches.get(item) or (text(item) if isinstance(item, str) else _number(item)))
+        add(b"t")
+    return out
 
 
-def _file(out: _Pickle, file: str) -> None:
-    out.raw(_THEN_PLACE)
-    out.text(file)
-    out.raw(_THEN_PLACE_OFFSET)
+def _all_places(memo: _Memo, tensors: _Tensors) -> list[bytes]:
+    """Shards, each with where it lies."""
+    out: list[bytes] = []
+    add, fetches, kept = out.append, memo.fetches, memo.kept
+    lengths: dict[int, bytes] = {}
+    for shard in tensors:
+        for index, (file, tensor) in enumerate(tensors.shards(shard) if tensors.several else (shard,)):
+            add(_INDEX)
+            add(fetches[tensor.name])
+            key = (index, tensor.offsets, file)
+            add(kept.get(key) or memo.keep(key, _shard_index, *key))
+            start = tensor.record_offset
+            length = tensor.record_end - start
+            add(_number(start))
+            add(lengths.get(length) or lengths.setdefault(length, _length(length)))
+    return out
 
 
-def _place(out: _Pickle, offset: int, length: int) -> None:
-    out.number(offset)
-    out.raw(_THEN_LENGTH)
-    out.number(length)
-    out.raw(b"ub")
+def _tensor_metadata(memo: _Memo, *shards: _Shard) -> bytes:
+    whole = shards[0][1]
+    out = [_TENSOR, memo.properties(whole.dtype), _THEN_SIZE, memo.size(whole.shape), _THEN_CHUNKS]
+    for _, shard in shards:
+        out += (_CHUNK, memo.size(shard.offsets), _THEN_SIZES, memo.size(shard.sizes), b"ub")
+    return b"".join(out) + b"eub"
+
+
+def _shard_index(memo: _Memo, index: int, offsets: tuple[int, ...], file: str) -> bytes:
+    return _THEN_INDEX + _number(index) + _THEN_OFFSET + memo.size(offsets) + _file(memo, file)
+
+
+def _file(memo: _Memo, file: str) -> bytes:
+    return _THEN_PLACE + memo.text(file) + _THEN_PLACE_OFFSET
+
+
+def _place(offset: int, length: int) -> bytes:
+    return _number(offset) + _length(length)
+
+
+def _length(length: int) -> bytes:
+    return _THEN_LENGTH + _number(length) + b"ub"
 
 
 # What a pickle of these classes repeats over and over: numbered, so that each use is two bytes of the memo.
@@ -180,7 +213,7 @@ _FIELDS: Final = (
 
 def _unicode(value: str) -> bytes:
     encoded = value.encode("utf-8", "surrogatepass")
-    return b"X" + struct.pack("<I", len(encoded)) + encoded
+    return _opcode(b"X", len(encoded)) + encoded
 
 
 def _prelude() -> tuple[bytes, dict[str, bytes]]:
@@ -194,6 +227,8 @@ def _prelude() -> tuple[bytes, dict[str, bytes]]:
 
 
 _PRELUDE, _AT = _prelude()
+_FIRST: Final = len(_AT)
+"""The first number of the memo that is free."""
 
 
 def _object(kind: str, *fields: str) -> bytes:
@@ -224,71 +259,62 @@ _PROPERTIES_REST: Final = _THEN_LAYOUT + b"\x89" + _AT["_MEM_FORMAT_ENCODING"] +
 _SMALL_NUMBERS: Final = tuple(b"K" + bytes((number,)) for number in range(256))
 
 
-class _Pickle:
-    """A pickle being written: every method appends opcodes. Strings, sizes and properties are written once."""
+class _Memo:
+    """What has been pushed before: strings, sizes and properties are written once, and fetched from then on.
+
+    ``fetches`` are the opcodes that do so, ``kept`` longer ones that refer to the memo only, by what they depend on.
+    """
 
     def __init__(self) -> None:
-        self._out: list[bytes] = [_PRELUDE]
-        self._memo: dict[Any, bytes] = {}
-        self._repeated: dict[Any, bytes] = {}
-        self.raw = self._out.append
+        self.fetches: dict[Any, bytes] = {}
+        self.kept: dict[Any, bytes] = {}
 
-    def finish(self) -> bytes:
-        return b"".join(self._out)
+    def keep(self, key: Any, write: Callable[..., bytes], *what: Any) -> bytes:
+        """What ``write`` gives, the same for equal keys: kept if nothing new was pushed for it."""
+        known = len(self.fetches)
+        written = write(self, *what)
+        if len(self.fetches) == known:
+            self.kept[key] = written
+        return written
 
-    def repeated(self, key: Any, write: Callable[[], None]) -> None:
-        """What ``write`` appends, which is the same for equal keys: once it refers to the memo only, it is kept."""
-        kept = self._repeated.get(key)
-        if kept is not None:
-            self.raw(kept)
-            return
-        start, known = len(self._out), len(self._memo)
-        write()
-        if len(self._memo) == known:
-            self._repeated[key] = b"".join(self._out[start:])
-
-    def _remember(self, key: Any) -> None:
-        """What was pushed last gets the next number of the memo."""
-        number = struct.pack("<I", len(self._memo) + len(_AT))
-        self._memo[key] = b"j" + number
-        self.raw(b"r" + number)
-
-    def text(self, value: str) -> None:
-        known = self._memo.get(value)
+    def text(self, value: str) -> bytes:
+        known = self.fetches.get(value)
         if known is not None:
-            self.raw(known)
-        else:
-            self.raw(_unicode(value))
-            self._remember(value)
+            return known
+        encoded = value.encode("utf-8", "surrogatepass")
+        number = len(self.fetches) + _FIRST
+        self.fetches[value] = _opcode(b"j", number)
+        return _opcode(b"X", len(encoded)) + encoded + _opcode(b"r", number)
 
-    def number(self, value: int) -> None:
-        if 0 <= value < 256:
-            self.raw(_SMALL_NUMBERS[value])
-        elif 0 <= value < 1 << 31:
-            self.raw(b"J" + value.to_bytes(4, "little"))
-        else:
-            signed = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-            self.raw(b"\x8a" + bytes((len(signed),)) + signed)
+    def size(self, sizes: tuple[int, ...]) -> bytes:
+        known = self.fetches.get(sizes)
+        if known is None:
+            pushed = _AT["Size"] + b"(" + b"".join(map(_number, sizes)) + b"t\x85R"
+            known = self._remember(sizes, pushed)
+        return known
 
-    def size(self, sizes: tuple[int, ...]) -> None:
-        known = self._memo.get(sizes)
-        if known is not None:
-            self.raw(known)
-            return
-        self.raw(_AT["Size"] + b"(")
-        for size in sizes:
-            self.number(size)
-        self.raw(b"t\x85R")
-        self._remember(sizes)
-
-    def properties(self, dtype: str) -> None:
+    def properties(self, dtype: str) -> bytes:
         key = (dtype,)  # a tuple of one string: no size and no text
-        known = self._memo.get(key)
-        if known is not None:
-            self.raw(known)
-            return
-        self.raw(_AT["TensorProperties"] + b")\x81(" + f"ctorch\n{dtype}\n".encode() + _PROPERTIES_REST)
-        self._remember(key)
+        known = self.fetches.get(key)
+        if known is None:
+            pushed = _AT["TensorProperties"] + b")\x81(" + f"ctorch\n{dtype}\n".encode() + _PROPERTIES_REST
+            known = self._remember(key, pushed)
+        return known
+
+    def _remember(self, key: Any, pushed: bytes) -> bytes:
+        """``pushed``, which gets the next number of the memo."""
+        number = len(self.fetches) + _FIRST
+        self.fetches[key] = _opcode(b"j", number)
+        return pushed + _opcode(b"r", number)
+
+
+def _number(value: int) -> bytes:
+    if 0 <= value < 256:
+        return _SMALL_NUMBERS[value]
+    if 0 <= value < 1 << 31:
+        return _opcode(b"J", value)
+    signed = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes((len(signed),)) + signed
 
 
 # reading -------------------------------------------------------------------------------------------------------

@@ -178,9 +178,14 @@ class AttemptPlan(msgspec.Struct, frozen=True):
     """Of an export, for each rank the parts that its report must cover; ``planned`` is empty for each rank then."""
 
 
-def report_name(rank: int) -> str:
-    """``rank-00007.report``: the file name of a rank's report."""
-    return f"{rank_label(rank)}.report"
+def report_name(rank: int, attempt: str = "") -> str:
+    """``rank-00007.report``: the file name of a rank's report; where attempts share a place, with the attempt's id."""
+    return f"{rank_label(rank)}.{attempt}.report" if attempt else f"{rank_label(rank)}.report"
+
+
+def is_report_of(name: str, rank: int, attempt: str) -> bool:
+    """Whether ``name`` is what the report of ``rank`` may be called in the manifest of ``attempt``."""
+    return name == report_name(rank) or name == report_name(rank, attempt)
 
 
 def format_of(kind: Kind) -> int:
@@ -261,8 +266,9 @@ def _check_manifest(manifest: Manifest, check: Check) -> None:
     check.equal("its format", manifest.format, format_of(manifest.kind))
     check.that(manifest.world >= 1, f"its world has {manifest.world} ranks")
     for rank, report in enumerate(manifest.reports):
-        if report.rank != rank or report.name != report_name(rank) or min(report.size, report.nbytes) < 0:
-            _refuse_line(rank, report, check)
+        named = is_report_of(report.name, rank, manifest.attempt)
+        if report.rank != rank or not named or min(report.size, report.nbytes) < 0:
+            _refuse_line(rank, report, named, check)
         check.digest(report.digest)
     for file in manifest.files:
         if manifest.kind == "export":
@@ -276,9 +282,10 @@ def _check_manifest(manifest: Manifest, check: Check) -> None:
     check.unique([report.name for report in manifest.reports] + [file.name for file in manifest.files])
 
 
-def _refuse_line(rank: int, report: ManifestReport, check: Check) -> None:
+def _refuse_line(rank: int, report: ManifestReport, named: bool, check: Check) -> None:  # noqa: FBT001
     check.equal(f"the rank of report {rank}", report.rank, rank)
-    check.equal(f"the name of report {rank}", report.name, report_name(rank))
+    if not named:
+        check.equal(f"the name of report {rank}", report.name, report_name(rank))
     check.that(report.size >= 0 and report.nbytes >= 0, f"report {report.name} has a negative size")
 
 

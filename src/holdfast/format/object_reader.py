@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from holdfast.format.object_writer import ARRAY_KINDS, FACTORIES
-from holdfast.format.pickle_reader import Refused, Vocabulary, check_keys, read_pickle
+from holdfast.format.object_writer import ARRAY_KINDS, FACTORIES, NO_SLICE_PARTS
+from holdfast.format.pickle_costs import check_keys
+from holdfast.format.pickle_reader import Refused, Vocabulary, read_pickle
 from holdfast.format.torch_record import LEGACY_STORAGES
 from holdfast.format.zip_entries import MalformedRecord, read_entries
 
@@ -102,11 +103,8 @@ def _make_range(start: Any, stop: Any, step: Any) -> range:
 
 def _make_slice(start: Any, stop: Any, step: Any) -> slice:
     # Not of slices: Python takes them apart one inside the other, and overflows its stack.
-    _require(all(type(part) in _SLICE_PARTS for part in (start, stop, step)), "a slice")
+    _require(not any(type(part) in NO_SLICE_PARTS for part in (start, stop, step)), "a slice")
     return slice(start, stop, step)
-
-
-_SLICE_PARTS: Final = (int, type(None), bool, float, str)
 
 
 def _make_mapping(kind: type[Counter[Any] | OrderedDict[Any, Any]]) -> Callable[..., Any]:

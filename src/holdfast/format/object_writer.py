@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from holdfast.dtypes import ITEMSIZE
 from holdfast.errors import ConfigError
+from holdfast.format.pickle_costs import TAKEN_APART_NESTED, WHOLE_MAX, Refused, check_keys, check_nesting
 from holdfast.format.torch_record import LEGACY_STORAGES
 
 if TYPE_CHECKING:
@@ -46,9 +47,14 @@ FACTORIES: Final[tuple[type, ...]] = (list, dict, set, tuple, int, float, str, b
 OBJECT_LIMIT_BYTES: Final = 1 << 31
 """Largest pickle, and largest sum of storages, of one object."""
 
+NO_SLICE_PARTS: Final = (slice, *TAKEN_APART_NESTED)
+"""What a slice may not consist of."""
+
 _ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, range})
 _SEQUENCES: Final = frozenset({list, tuple, set, frozenset, deque})
 _MAPPINGS: Final = frozenset({dict, OrderedDict, defaultdict, Counter})
+_KEYED: Final = frozenset({set, frozenset, *_MAPPINGS})
+_PLAIN_KEYS: Final = frozenset({type(None), bool, int, float, str, bytes})
 _REDUCED: Final = frozenset({complex, range, slice, deque, OrderedDict, defaultdict, Counter})
 """Types on the list that pickle has no opcode for."""
 
@@ -92,6 +98,7 @@ def pickle_object(value: Any, *, name: str) -> ObjectPayload:
 def _check(value: Any, name: str) -> bool:
     """Raise for what isn't on the list; True if there are tensors in ``value``."""
     tensors = False
+    nested: list[Any] = []
     seen: set[int] = set()
     pending: list[tuple[str, Any]] = [(name, value)]
     while pending:
@@ -100,6 +107,10 @@ def _check(value: Any, name: str) -> bool:
         if kind in _ATOMS or id(item) in seen:
             continue
         seen.add(id(item))
+        if kind in _KEYED:
+            _check_keys(item, where, name)
+        if kind in TAKEN_APART_NESTED:
+            nested.append(item)
         if kind in _SEQUENCES:
             # One pass in C settles the usual case: a container of plain values.
             if not _ATOMS.issuperset(map(type, item)):
@@ -111,13 +122,33 @@ def _check(value: Any, name: str) -> bool:
             if not _ATOMS.issuperset(map(type, item.values())):
                 pending.extend((f"{where}[{key!r:.80}]", member) for key, member in item.items())
         elif kind is slice:
+            if any(type(part) in NO_SLICE_PARTS for part in (item.start, item.stop, item.step)):
+                message = f"{where}: a slice of slices, deques or defaultdicts can't be kept in a checkpoint"
+                raise ConfigError(message, field=name)
             pending.extend((f"{where}.{part}", getattr(item, part)) for part in ("start", "stop", "step"))
         elif _is_tensor(item):
             _check_tensor(item, where, name)
             tensors = True
         elif not _is_leaf(item):
             raise _refusal(item, where, name)
+    try:
+        check_nesting(nested)
+    except Refused as error:
+        raise ConfigError(f"{name}: {error}; such an object can't be kept in a checkpoint", field=name) from error
     return tensors
+
+
+def _check_keys(item: Any, where: str, name: str) -> None:
+    """Raise for keys and elements that loading would refuse, for what they might cost."""
+    kinds = set(map(type, item))
+    if kinds <= _PLAIN_KEYS:
+        whole = item if kinds == {int} else [key for key in item if type(key) is int] if int in kinds else ()
+        if not whole or (min(whole) > -WHOLE_MAX and max(whole) < WHOLE_MAX):
+            return
+    try:
+        check_keys(list(item), {})
+    except Refused as error:
+        raise ConfigError(f"{where}: {error}; such a container can't be kept in a checkpoint", field=name) from error
 
 
 def _check_mapping(item: Any, where: str, name: str) -> None:
@@ -134,7 +165,7 @@ def _check_mapping(item: Any, where: str, name: str) -> None:
 def _is_leaf(item: Any) -> bool:
     """Whether a value that isn't a builtin type is on the list. A library that isn't imported made no value."""
     if type(item) is io.BytesIO:
-        return not item.closed and not vars(item)
+        return not item.closed and not vars(item) and item.tell() <= len(item.getbuffer())
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None:
         if isinstance(item, numpy.dtype):

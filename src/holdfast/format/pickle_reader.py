@@ -19,18 +19,11 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from holdfast.format.pickle_costs import TAKEN_APART_NESTED, Refused, check_key, check_keys, check_nesting
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-EQUAL_HASHES_LIMIT: Final = 256
-"""Most keys of one container with one hash; what training keeps has one or two."""
-_WHOLE_MAX: Final = 1 << 64
-MEMBERS_LIMIT: Final = 4096
-"""Most tuple members, all levels together, that a dictionary key or set element may have."""
-
-
-class Refused(ValueError):
-    """The stream names what isn't in the vocabulary, or is damaged; the message says what."""
+__all__ = ["Refused", "Vocabulary", "read_pickle"]
 
 
 def _no_persistent(_: Any) -> Any:
@@ -59,7 +52,7 @@ class Vocabulary:
 def read_pickle(data: bytes | memoryview, vocabulary: Vocabulary) -> Any:
     """The value that a pickle stands for; bytes behind its STOP are ignored. Raises `Refused`."""
     try:
-        return _Reader(data if type(data) is bytes else bytes(data), vocabulary).run()
+        return _Reader(data if type(data) is bytes else bytes(data), vocabulary).read()
     except Refused:
         raise
     except (IndexError, KeyError, struct.error) as error:
@@ -79,7 +72,7 @@ _F64 = struct.Struct(">d").unpack_from
 class _Reader:
     """One pass over one stream."""
 
-    __slots__ = ("data", "hashes", "memo", "outer", "position", "stack", "vocabulary")
+    __slots__ = ("data", "hashes", "memo", "nested", "outer", "position", "stack", "vocabulary")
 
     def __init__(self, data: bytes, vocabulary: Vocabulary) -> None:
         self.data = data
@@ -91,6 +84,18 @@ class _Reader:
         self.vocabulary = vocabulary
         self.hashes: dict[int, tuple[Any, dict[int, int]]] = {}
         """The containers that have unusual keys, by identity, which is used again where one isn't held on to."""
+        self.nested: list[Any] = []
+        """All that are `TAKEN_APART_NESTED`."""
+
+    def read(self) -> Any:
+        try:
+            value = self.run()
+            check_nesting(self.nested)
+        except BaseException:
+            for container in self.nested:
+                container.clear()  # while all of them are held on to: nothing is released inside another
+            raise
+        return value
 
     def run(self) -> Any:
         data, memo, table = self.data, self.memo, _OPCODES
@@ -176,36 +181,10 @@ class _Reader:
             maker = None
         if maker is None or type(arguments) is not tuple:
             raise Refused(f"it calls a {type(function).__name__}, which isn't on the list of what may be called")
-        return maker(*arguments)
-
-
-def check_key(key: Any) -> Any:
-    """``key`` itself, if hashing it is cheap: nested or shared tuples could otherwise cost for ever, or the stack."""
-    if type(key) is tuple:
-        pending, members = [key], 0
-        while pending:
-            group = pending.pop()
-            members += len(group)
-            if members > MEMBERS_LIMIT:
-                raise Refused(f"a key is a tuple of more than {MEMBERS_LIMIT} members")
-            pending.extend(item for item in group if type(item) is tuple)
-    return key
-
-
-def check_keys(keys: Sequence[Any], seen: dict[int, int]) -> None:
-    """Return if a container takes ``keys`` in reasonable time. ``seen``: how often each hash came before; added to.
-
-    Strings are hashed with a secret; what else may be a key can be made up so that all have one hash, and each is then
-    compared with all before it. Of whole and floating-point numbers below 64 bits only some forty have the same.
-    """
-    for key in keys:
-        kind = type(key)
-        if kind is str or kind is float or (kind is int and -_WHOLE_MAX < key < _WHOLE_MAX):
-            continue
-        number = hash(check_key(key))
-        seen[number] = count = seen.get(number, 0) + 1
-        if count > EQUAL_HASHES_LIMIT:
-            raise Refused(f"more than {EQUAL_HASHES_LIMIT} keys of one container have the same hash")
+        made = maker(*arguments)
+        if type(made) in TAKEN_APART_NESTED:
+            self.nested.append(made)
+        return made
 
 
 def _literal(value: Any) -> Callable[[_Reader], None]:

@@ -85,19 +85,19 @@ def render(dtype: str, sizes: tuple[int, ...], *, record_offset: int) -> tuple[b
 
     A few microseconds where dtype and sizes were seen before, and a fraction of one for small payloads. Thread-safe.
     """
-    template = _template(dtype, sizes)
-    padding = template.padding_at(record_offset)
-    if template.alignment == SMALL_ALIGNMENT:  # few paddings, short headers: kept
-        return _render_small(dtype, sizes, padding)
-    return _render(template, padding)
+    kept = _render_small(dtype, sizes, record_offset % SMALL_ALIGNMENT)
+    return _render(_template(dtype, sizes), record_offset) if kept is None else kept
 
 
 @lru_cache(maxsize=4096)
-def _render_small(dtype: str, sizes: tuple[int, ...], padding: int) -> tuple[bytes, bytes]:
-    return _render(_template(dtype, sizes), padding)
+def _render_small(dtype: str, sizes: tuple[int, ...], record_offset: int) -> tuple[bytes, bytes] | None:
+    """None for a large payload; of small ones headers are short and, as they depend on little of a place, few."""
+    template = _template(dtype, sizes)
+    return _render(template, record_offset) if template.alignment == SMALL_ALIGNMENT else None
 
 
-def _render(template: _Template, padding: int) -> tuple[bytes, bytes]:
+def _render(template: _Template, record_offset: int) -> tuple[bytes, bytes]:
+    padding = template.padding_at(record_offset)
     header = template.prefix + zip_entries.local_header(_PAYLOAD, template.nbytes, 0, padding=padding)
     directory_offset = len(header) + template.nbytes
     directory = template.directory

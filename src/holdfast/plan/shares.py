@@ -81,16 +81,17 @@ class World:
         A tensor without elements is one box of its whole shape, held by the lowest rank that has it. The function
         raises `StateMismatch` or `ConfigError` where the shards of all ranks don't tile the tensor.
         """
-        known: dict[tuple[Carriers, tuple[int, ...]], list[Held]] = {}
+        known: dict[tuple[Carriers | int | None, tuple[int, ...]], list[Held]] = {}
 
         def held(spec: TensorSpec) -> list[Held]:
-            carriers = self._carriers.get(spec.name) or ((0, spec.layout),)
-            key = (carriers, spec.shape)
+            carriers = self._carriers.get(spec.name)
+            key = (carriers or spec.layout, spec.shape)
             boxes = known.get(key)
             if boxes is None:
-                share = self._shares.get(key)
+                carriers = carriers or ((0, spec.layout),)
+                share = self._shares.get((carriers, spec.shape))
                 if share is None:
-                    share = self._shares[key] = self._share(spec, carriers)
+                    share = self._shares[carriers, spec.shape] = self._share(spec, carriers)
                 boxes = known[key] = share(rank)
             return boxes
 

@@ -44,6 +44,8 @@ from holdfast.plan.structure import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from holdfast.format.torch_record import RecordShape
+
 PAGE_BYTES: Final = 4096
 """Files end on it, and large payloads start on it: what O_DIRECT and a memory map want."""
 RECORD_ALIGN_BYTES: Final = 64
@@ -176,7 +178,7 @@ class _Planner:
 
     def rank_plan(self, rank: int) -> RankPlan:
         structure = self._world.structure_of(rank)
-        tensors = self._own(rank, self._candidates(rank, structure))
+        tensors = self._own(rank, list(self._candidates(rank, structure)))
         files: list[PlannedFile] = []
         placed: list[PlacedTensor] = []
         if tensors:
@@ -192,9 +194,8 @@ class _Planner:
             files.append(PlannedFile(f"__{rank}_1.distcp", round_up(end, PAGE_BYTES)))
         return RankPlan(rank, tuple(files), tuple(placed), tuple(objects))
 
-    def _candidates(self, rank: int, structure: Structure) -> list[_Item]:
+    def _candidates(self, rank: int, structure: Structure) -> Iterator[_Item]:
         """Everything that ``rank`` holds of what is to be written, in the structure's order."""
-        items = []
         held_by_rank = self._world.held_by(rank)
         for spec in structure.tensors:
             itemsize = ITEMSIZE.get(spec.dtype)
@@ -208,13 +209,10 @@ class _Planner:
                 box = whole(spec.shape)
                 held = Held(box, box.offsets, (rank,))
                 name, path = name_on_rank(spec.path, rank), path_on_rank(spec.path, rank)
-                items.append(_Item(spec, name, path, held, prod(spec.shape) * itemsize))
+                yield _Item(spec, name, path, held, prod(spec.shape) * itemsize)
             else:
-                items.extend(
-                    _Item(spec, spec.name, spec.path, held, prod(held.box.sizes) * itemsize)
-                    for held in held_by_rank(spec)
-                )
-        return items
+                for held in held_by_rank(spec):
+                    yield _Item(spec, spec.name, spec.path, held, prod(held.box.sizes) * itemsize)
 
     def _own(self, rank: int, items: list[_Item]) -> list[_Item]:
         """Those of ``items`` that ``rank`` writes: what it alone holds, and its share of each replica group."""
@@ -223,6 +221,8 @@ class _Planner:
             group = item.held.group
             if len(group) > 1:  # equal groups are one object within a world, and far quicker told apart by identity
                 shared.setdefault(id(group), (group, []))[1].append(item)
+        if not shared:
+            return items
         winners = {number: self._share_out(group, members) for number, (group, members) in shared.items()}
         return [
             item
@@ -253,22 +253,26 @@ class _Placer:
     """Gives tensors their places in a file; remembers how long headers are."""
 
     def __init__(self) -> None:
-        self._headers: dict[tuple[str, tuple[int, ...], int], tuple[int, int]] = {}
+        self._lengths: dict[tuple[str, tuple[int, ...], int], RecordShape] = {}
 
     def place(self, items: Sequence[_Item], *, file: int) -> tuple[list[PlacedTensor], int]:
         """Give each item its place in the file with that index. Returns also the end of the last record.
 
         Large ones first: headers lengthen themselves until a large payload starts on a page, which costs a page each.
         """
-        placed = []
+        placed: list[PlacedTensor] = []
         end = 0
         for item in _large_first(items):
-            spec = item.spec
-            box = item.held.box
-            start = round_up(end, RECORD_ALIGN_BYTES)
-            header, trailer = self._measure(spec.dtype, box.sizes, start)
-            payload = start + header
-            end = payload + item.nbytes + trailer
+            spec, held, nbytes = item.spec, item.held, item.nbytes
+            box = held.box
+            start = -(-end // RECORD_ALIGN_BYTES) * RECORD_ALIGN_BYTES
+            # What is before and behind a payload depends on the record's place only up to a page.
+            key = (spec.dtype, box.sizes, start % PAGE_BYTES)
+            lengths = self._lengths.get(key)
+            if lengths is None:
+                lengths = self._lengths[key] = measure(spec.dtype, box.sizes, record_offset=start)
+            payload = start + lengths.header_bytes
+            end = payload + nbytes + lengths.trailer_bytes
             placed.append(
                 PlacedTensor(
                     item.name,
@@ -278,24 +282,15 @@ class _Placer:
                     spec.shape,
                     box.offsets,
                     box.sizes,
-                    item.held.local_offsets,
+                    held.local_offsets,
                     file,
                     start,
                     payload,
-                    item.nbytes,
+                    nbytes,
                     end,
                 )
             )
         return placed, end
-
-    def _measure(self, dtype: str, sizes: tuple[int, ...], record_offset: int) -> tuple[int, int]:
-        """Bytes before and behind the payload; they depend on the record's place only up to a page."""
-        key = (dtype, sizes, record_offset % PAGE_BYTES)
-        known = self._headers.get(key)
-        if known is None:
-            shape = measure(dtype, sizes, record_offset=record_offset)
-            known = self._headers[key] = (shape.header_bytes, shape.trailer_bytes)
-        return known
 
 
 def _large_first(items: Sequence[_Item]) -> list[_Item]:

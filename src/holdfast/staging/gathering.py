@@ -11,7 +11,7 @@ Does not: take what isn't plain, contiguous host memory, nor what is large: thos
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -25,12 +25,11 @@ if TYPE_CHECKING:
     import torch
 
     from holdfast.staging.scatter import Pieces
+    from holdfast.tensor_kinds import Addresses
 
 KEPT_BYTES_MAX: Final = 64 << 20
 GATHER_MIN: Final = 32
 """Fewer tensors than that are cloned as quickly."""
-
-_Addresses = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 def can_gather(tensor: torch.Tensor) -> bool:
@@ -65,7 +64,7 @@ class GatherList:
         self.places = Places(list(tensors.values()))
         sizes = np.array([tensor.nbytes for tensor in tensors.values()], dtype=np.int64)
         offsets = np.cumsum(sizes) - sizes
-        self._offsets: _Addresses = offsets.astype(np.uint64)
+        self._offsets: Addresses = offsets.astype(np.uint64)
         self._nbytes = -(-int(sizes.sum()) // PAGE_BYTES) * PAGE_BYTES
         numbers = np.arange(len(sizes))
         self._pieces: Pieces = np.stack([numbers, offsets, sizes, numbers], axis=1)
@@ -91,12 +90,12 @@ class GatherList:
 class _Block:
     """Memory for the values of one capture."""
 
-    def __init__(self, nbytes: int, offsets: _Addresses, pieces: Pieces) -> None:
+    def __init__(self, nbytes: int, offsets: Addresses, pieces: Pieces) -> None:
         self._image = Image(nbytes)
-        self.addresses: _Addresses = offsets + np.uint64(self._image.bytes_view.data_ptr())
+        self.addresses: Addresses = offsets + np.uint64(self._image.bytes_view.data_ptr())
         self._scatter = Scatter(self._image, pieces, refuse_own)
 
-    def fill(self, addresses: Sequence[int]) -> bool:
+    def fill(self, addresses: Addresses) -> bool:
         """Copy what is at these addresses; False if some can't be read."""
         self._scatter.locate(addresses)
         return all(batch.write() for batch in self._scatter.batches)

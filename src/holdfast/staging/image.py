@@ -25,6 +25,7 @@ from typing import Any, Final
 import torch
 
 from holdfast import _torch_compat as compat
+from holdfast.errors import StorageError
 
 PAGE_BYTES: Final = 4096
 
@@ -55,7 +56,7 @@ def _anonymous_file(nbytes: int) -> int:
 
 
 class Image:
-    """One block of shared host memory of ``nbytes`` bytes (a positive multiple of 4096).
+    """One block of shared host memory of ``nbytes`` bytes (a positive multiple of 4096); `StorageError` without it.
 
     ``bytes_view`` is the memory as a one-dimensional uint8 tensor; views of it stay valid as long as they are
     referenced, even after `close`, which only gives up the descriptor.
@@ -65,9 +66,17 @@ class Image:
         if nbytes <= 0 or nbytes % PAGE_BYTES:
             raise AssertionError(f"an image takes whole pages, got {nbytes} bytes")
         self.nbytes = nbytes
-        self.fd = _anonymous_file(nbytes)
-        self._close_fd = weakref.finalize(self, os.close, self.fd)
-        self._map = mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        try:
+            self.fd = _anonymous_file(nbytes)
+            self._close_fd = weakref.finalize(self, os.close, self.fd)
+            self._map = mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        except OSError as error:
+            raise StorageError(
+                f"the system refuses {nbytes} bytes of host memory for a file image: {error.strerror}; free memory or "
+                "raise its limits (of the container, `ulimit -v` and `-f`), or lower `in_flight`",
+                path="memfd:holdfast-image",
+                errno=error.errno,
+            ) from error
         self.bytes_view: torch.Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self._unpin: weakref.finalize[..., Image] | None = None
 

@@ -11,9 +11,9 @@ Does not decide offsets (``plan.write``) and does not copy (``staging.stager``).
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
+from operator import attrgetter, eq
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 import torch
 
@@ -25,7 +25,6 @@ from holdfast.staging.image import PAGE_BYTES, Image
 from holdfast.staging.scatter import (
     CAN_SCATTER,
     SCATTER_BYTES_MAX,
-    Piece,
     Scatter,
     is_scattered_as_it_is,
     refuse_gone,
@@ -38,18 +37,9 @@ if TYPE_CHECKING:
 
     from holdfast.plan.write import PlacedObject, PlacedTensor, RankPlan
     from holdfast.staging.gathering import Gathered
+    from holdfast.staging.scatter import Pieces
 
-
-class Payload(msgspec.Struct, frozen=True, gc=False):
-    """Where one shard goes: ``place`` counts the records of this buffer, one more from one file to the next."""
-
-    placed: PlacedTensor
-    image_offset: int
-    place: int
-
-    def piece(self, source: int) -> Piece:
-        """It as what is copied by address from ``source``."""
-        return Piece(source, self.image_offset, self.placed.nbytes, self.place)
+_shape, _sizes, _dtype = attrgetter("shape"), attrgetter("sizes"), attrgetter("dtype")
 
 
 class CaptureBuffer:
@@ -67,7 +57,9 @@ class CaptureBuffer:
             total += file.size
         self.nbytes = total
         self.image = Image(max(total, PAGE_BYTES))
-        self._payloads_of: dict[str, list[Payload]] = {}
+        self._number_of = {placed.source: number for number, placed in enumerate(plan.tensors)}
+        """Of the plan's tensors by source, the last one's where several come from it: those are in `_several`."""
+        self._several = _repeated(plan.tensors) if len(self._number_of) < len(plan.tensors) else {}
         self.engine_image: int | None = None
         """The number the engine knows the image by."""
         self._copies: tuple[Mapping[str, torch.Tensor], Copies] | None = None
@@ -83,15 +75,12 @@ class CaptureBuffer:
         if pin:
             self.image.pin()
         host = compat.host_memory(self.image.bytes_view)
-        for number, placed in enumerate(self.plan.tensors):
-            base = self.file_offsets[placed.file]
-            header, trailer = torch_record.render(placed.dtype, placed.sizes, record_offset=placed.record_offset)
-            start = base + placed.record_offset
-            payload = base + placed.payload_offset
-            end = payload + placed.nbytes
-            host[start : start + len(header)] = header
-            host[end : end + len(trailer)] = trailer
-            self._payloads_of.setdefault(placed.source, []).append(Payload(placed, payload, number + placed.file))
+        bases, render = self.file_offsets, torch_record.render
+        for placed in self.plan.tensors:
+            base, start, payload = bases[placed.file], placed.record_offset, placed.payload_offset
+            header, trailer = render(placed.dtype, placed.sizes, record_offset=start)
+            host[base + start : base + payload] = header
+            host[base + payload + placed.nbytes : base + placed.record_end] = trailer
         events.count("headers_rendered", len(self.plan.tensors))
 
     def put_object(self, placed: PlacedObject, record: bytes) -> None:
@@ -108,31 +97,29 @@ class CaptureBuffer:
         from where the `Copies` are told, before use, that each of ``tensors`` is.
         """
         items: list[CopyItem] = []
-        pieces: list[Piece] = []
-        of_source: dict[int, tuple[torch.Tensor, Payload]] = {}
+        rows, held = self.plan.tensors, list(tensors.values())
+        number_of: dict[int, int] = {}  # of what is copied by address: all of such a tensor is one payload
         for index, (name, tensor) in enumerate(tensors.items()):
-            for payload in self._payloads_of.get(name, ()):
-                if by_address and CAN_SCATTER and _can_scatter(payload.placed, tensor):
-                    of_source[index] = (tensor, payload)  # all of it is one payload
-                    pieces.append(payload.piece(index))
+            for number in self._numbers_of(name):
+                if by_address and CAN_SCATTER and _can_scatter(rows[number], tensor):
+                    number_of[index] = number
                 else:
-                    items.append(self._item(tensor, payload))
-        kept, alone = worth_scattering(pieces)
-        items += [self._item(*of_source.pop(piece.source)) for piece in alone]
-        if not kept:
+                    items.append(self._item(tensor, rows[number]))
+        kept, alone = worth_scattering(self._pieces(list(number_of), list(number_of.values())))
+        items += [self._item(held[at], rows[number_of[at]]) for at in alone[:, 0].tolist()]
+        if not len(kept):
             return Copies.of(items)
 
         def copy_otherwise(sources: Sequence[int]) -> None:
-            for source in sources:
-                tensor, payload = of_source[source]
-                refuse_gone(payload.placed.source, tensor)
-            CopyBatch(self._item(*of_source[source]) for source in sources).copy()
+            for at in sources:
+                refuse_gone(rows[number_of[at]].source, held[at])
+            CopyBatch(self._item(held[at], rows[number_of[at]]) for at in sources).copy()
 
-        base = self.image.bytes_view.data_ptr()
+        places = (kept[:, 1] + self.image.bytes_view.data_ptr()).tolist()
         return Copies.of(
             items,
             Scatter(self.image, kept, copy_otherwise),
-            {payload.placed.source: base + payload.image_offset for _, payload in of_source.values()},
+            {rows[number_of[at]].source: place for at, place in zip(kept[:, 0].tolist(), places, strict=True)},
         )
 
     def cached_copies_of(self, tensors: Mapping[str, torch.Tensor], *, by_address: bool = False) -> Copies:
@@ -148,11 +135,8 @@ class CaptureBuffer:
             if eager is not None and eager.scatter is not None:  # for what is small enough to be gathered: all of it
                 copies = Copies((*(batch.strictly() for batch in eager.scatter.batches),), {}, {}, eager.scatter)
             else:
-                pieces = [
-                    payload.piece(index)
-                    for index, name in enumerate(gathered.names)
-                    for payload in self._payloads_of.get(name, ())
-                ]
+                found = [(at, number) for at, name in enumerate(gathered.names) for number in self._numbers_of(name)]
+                pieces = self._pieces([at for at, _ in found], [number for _, number in found])
                 copies = Copies.of((), Scatter(self.image, pieces, refuse_own))
             self._gathered = (gathered.names, copies)
         copies = self._gathered[1]
@@ -170,32 +154,28 @@ class CaptureBuffer:
         return self._eager[1]
 
     def _copies_to_places(self, tensors: Mapping[str, torch.Tensor]) -> Copies | None:
-        items: list[CopyItem] = []
-        indexes, offsets, sizes, places = list[int](), list[int](), list[int](), list[int]()
-        for index, (name, tensor) in enumerate(tensors.items()):
-            payloads = self._payloads_of.get(name, ())
-            if len(payloads) != 1:
-                return None
-            payload = payloads[0]
-            placed = payload.placed
-            if tensor.shape != placed.sizes or _name_of(tensor.dtype) != placed.dtype:
-                return None
-            if CAN_SCATTER and placed.nbytes <= SCATTER_BYTES_MAX:
-                indexes.append(index)
-                offsets.append(payload.image_offset)
-                sizes.append(placed.nbytes)
-                places.append(payload.place)
-            else:
-                items.append(self._item(tensor, payload))
-        if not indexes:
+        if self._several and not self._several.keys().isdisjoint(tensors):
+            return None
+        rows, number_of = self.plan.tensors, self._number_of
+        numbers = [number_of[name] for name in tensors if name in number_of]
+        if len(numbers) < len(tensors):
+            return None
+        placed, held = [rows[number] for number in numbers], list(tensors.values())
+        # In one step each for all of them, as there may be very many.
+        if not all(map(eq, map(_shape, held), map(_sizes, placed))):
+            return None
+        if not all(map(eq, map(_name_of, map(_dtype, held)), map(_dtype, placed))):
+            return None
+        pieces = self._pieces(range(len(placed)), numbers)
+        small = pieces[:, 2] <= (SCATTER_BYTES_MAX if CAN_SCATTER else -1)
+        items = [self._item(held[at], placed[at]) for at in np.flatnonzero(~small).tolist()]
+        if not small.any():
             return Copies.of(items)
 
         def copy_otherwise(sources: Sequence[int]) -> None:
-            named = list(tensors.items())
-            CopyBatch(self._item(named[at][1], self._payloads_of[named[at][0]][0]) for at in sources).copy()
+            CopyBatch(self._item(held[at], placed[at]) for at in sources).copy()
 
-        pieces = np.array([indexes, offsets, sizes, places], dtype=np.int64).T
-        return Copies.of(items, Scatter(self.image, pieces, copy_otherwise))
+        return Copies.of(items, Scatter(self.image, pieces[small], copy_otherwise))
 
     def eager_copies(self, tensors: Mapping[str, torch.Tensor]) -> Copies | None:
         """What `prepare_eager` has made of this very mapping, if it was asked to; to be located before use."""
@@ -215,25 +195,50 @@ class CaptureBuffer:
         """Copies of what the image holds of these, which `prepare_eager` has found to have one place each."""
         found = {}
         for name in names:
-            (payload,) = self._payloads_of[name]
-            found[name] = self.view_of(payload.placed).clone()
+            (number,) = self._numbers_of(name)
+            found[name] = self.view_of(self.plan.tensors[number]).clone()
         return found
 
-    def _item(self, tensor: torch.Tensor, payload: Payload) -> CopyItem:
-        placed = payload.placed
+    def _numbers_of(self, name: str) -> Sequence[int]:
+        """Which of the plan's tensors come from this one."""
+        number = self._number_of.get(name)
+        return () if number is None else self._several.get(name) or (number,)
+
+    def _offset_of(self, placed: PlacedTensor) -> int:
+        """Of the payload in the image."""
+        return self.file_offsets[placed.file] + placed.payload_offset
+
+    def _pieces(self, sources: Sequence[int], numbers: Sequence[int]) -> Pieces:
+        """These of the plan's tensors as what is copied by address from ``sources``, one by one."""
+        placed = [self.plan.tensors[number] for number in numbers]
+        files = _column(placed, "file")
+        offsets = np.array(self.file_offsets, dtype=np.int64)[files] + _column(placed, "payload_offset")
+        # Records are counted on from one file to the next, but for one: they are no neighbours.
+        place = np.array(numbers, dtype=np.int64) + files
+        return np.stack([np.array(sources, dtype=np.int64), offsets, _column(placed, "nbytes"), place], axis=1)
+
+    def _item(self, tensor: torch.Tensor, placed: PlacedTensor) -> CopyItem:
         return CopyItem(placed.source, tensor, _box_within(placed, tensor), self.view_of(placed))
 
     def view_of(self, placed: PlacedTensor) -> torch.Tensor:
         """The payload of one of the plan's tensors."""
-        start = self.file_offsets[placed.file] + placed.payload_offset
+        start = self._offset_of(placed)
         memory = self.image.bytes_view[start : start + placed.nbytes]
         return memory.view(getattr(torch, placed.dtype)).view(placed.sizes)
 
     def close(self) -> None:
         """Let go of the views and the descriptor; the memory goes with the last view."""
-        self._payloads_of.clear()
+        self._number_of, self._several = {}, {}
         self._copies = self._gathered = self._eager = self._standing = None
         self.image.close()
+
+
+def _repeated(tensors: Sequence[PlacedTensor]) -> dict[str, list[int]]:
+    """The numbers of those that come from one source, for each source that several come from."""
+    numbers: dict[str, list[int]] = {}
+    for number, placed in enumerate(tensors):
+        numbers.setdefault(placed.source, []).append(number)
+    return {source: several for source, several in numbers.items() if len(several) > 1}
 
 
 def _box_within(placed: PlacedTensor, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -251,6 +256,10 @@ def _can_scatter(placed: PlacedTensor, tensor: torch.Tensor) -> bool:
         and tuple(local.shape) == placed.sizes
         and local.dtype is getattr(torch, placed.dtype)
     )
+
+
+def _column(placed: Sequence[PlacedTensor], name: str) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.fromiter(map(attrgetter(name), placed), np.int64, len(placed))
 
 
 @cache

@@ -18,8 +18,6 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from itertools import compress
-from operator import attrgetter, not_
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -60,7 +58,6 @@ class Piece(NamedTuple):
 
 Pieces = np.ndarray[Any, np.dtype[np.int64]]
 """A row of such numbers for each piece."""
-_offset = attrgetter("offset")
 
 
 class _Call(NamedTuple):
@@ -174,21 +171,21 @@ def is_scattered_as_it_is(tensor: torch.Tensor) -> bool:
     """Whether the memory of ``tensor`` is, byte for byte, what is to be stored of it."""
     return (
         compat.is_plain(tensor)
-        and tensor.device.type == "cpu"
+        and tensor.is_cpu
         and tensor.is_contiguous()
-        and not tensor.dtype.is_complex  # may be a conjugate view, whose copy has other bits
+        and not tensor.is_complex()  # may be a conjugate view, whose copy has other bits
         and not tensor.is_neg()
     )
 
 
-def worth_scattering(pieces: Sequence[Piece]) -> tuple[list[Piece], list[Piece]]:
+def worth_scattering(pieces: Pieces) -> tuple[Pieces, Pieces]:
     """Those that stand together, and those that stand alone: a call for each of these would be no gain."""
-    ordered = sorted(pieces, key=_offset)
-    place = np.array([piece.place for piece in ordered], dtype=np.int64)
-    starts = np.flatnonzero(np.append(True, np.diff(place) != 1)) if ordered else place
+    ordered = pieces[np.argsort(pieces[:, 1], kind="stable")]
+    follows = np.diff(ordered[:, 3]) == 1
+    starts = np.flatnonzero(np.append(True, ~follows)) if len(ordered) else np.arange(0)
     lengths = np.diff(np.append(starts, len(ordered)))
-    together = np.repeat(lengths >= _RUN_MIN, lengths).tolist()
-    return list(compress(ordered, together)), list(compress(ordered, map(not_, together)))
+    together = np.repeat(lengths >= _RUN_MIN, lengths)
+    return ordered[together], ordered[~together]
 
 
 def refuse_gone(name: str, tensor: torch.Tensor) -> None:

@@ -21,14 +21,17 @@ import ctypes
 from operator import add, attrgetter, is_
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
 import torch
 
 from holdfast import _torch_compat as compat
 from holdfast.errors import ConfigError
-from holdfast.tensor_kinds import TOGETHER, LayoutGuard
+from holdfast.tensor_kinds import TOGETHER, LayoutGuard, addresses_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from holdfast.tensor_kinds import Addresses
 
 WORD_BYTES: Final = 8
 SPOT_EVERY_BYTES: Final = 32 << 20
@@ -38,7 +41,6 @@ SPOTS_MAX: Final = 4096
 
 _version = attrgetter("_version")
 _nbytes = attrgetter("nbytes")
-_address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 _is_contiguous: Callable[[torch.Tensor], bool] = torch.Tensor.is_contiguous
 _word_at: Callable[[int], ctypes.c_uint64] = ctypes.c_uint64.from_address
 _value = attrgetter("value")
@@ -79,7 +81,7 @@ class WatchList:
         return self._mark(self._locals(), of_known_kinds=True)
 
     def _mark(self, held: Sequence[torch.Tensor], *, of_known_kinds: bool) -> Marks | None:
-        addresses: list[int] = []
+        addresses = np.empty(len(held), dtype=np.uint64)
         versions: list[int] = []
         at_once = self._all_counted and not self._dtensors
         # What takes the time is fetching each tensor from memory: once is enough.
@@ -87,12 +89,12 @@ class WatchList:
             few = held[start : start + TOGETHER]
             if of_known_kinds and not kind.stands(few):
                 return None
-            addresses += map(_address, few)
+            addresses[start : start + len(few)] = addresses_of(few)
             if at_once:
                 versions += map(_version, few)
         if not at_once:
             versions = self.versions(held)
-        if 0 in addresses:
+        if not addresses.all():
             self._refuse_freed(held, addresses)
         if not all(map(_is_contiguous, map(held.__getitem__, self._spotted))):
             self._choose_spots(held)
@@ -107,8 +109,8 @@ class WatchList:
             found += [compat.version_of(held[index]) for index in self._dtensors]
         return found
 
-    def addresses(self) -> list[int]:
-        return list(map(_address, self._locals()))
+    def addresses(self) -> Addresses:
+        return addresses_of(self._locals())
 
     def name_of_version(self, place: int) -> str:
         """Whose counter is at ``place`` of `versions`."""
@@ -120,7 +122,7 @@ class WatchList:
             return self.tensors
         return list(map(compat.local_tensor, self.tensors))
 
-    def _refuse_freed(self, held: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
+    def _refuse_freed(self, held: Sequence[torch.Tensor], addresses: Addresses) -> None:
         for name, tensor, address in zip(self.names, held, addresses, strict=True):
             if address == 0 and tensor.numel():
                 raise ConfigError(
@@ -140,14 +142,15 @@ class WatchList:
 class Spots:
     """Places to read a word of: ``offsets`` in bytes into the tensors ``indexes``, one by one."""
 
-    __slots__ = ("indexes", "offsets")
+    __slots__ = ("_at", "indexes", "offsets")
 
     def __init__(self, indexes: Sequence[int], offsets: Sequence[int]) -> None:
         self.indexes, self.offsets = indexes, offsets
+        self._at = np.array(indexes, dtype=np.intp)
 
-    def words(self, addresses: Sequence[int]) -> list[int]:
+    def words(self, addresses: Addresses) -> list[int]:
         """What is there now; ``addresses`` are those of all tensors."""
-        return _words(map(addresses.__getitem__, self.indexes), self.offsets)
+        return _words(addresses[self._at].tolist(), self.offsets)
 
 
 class Marks:
@@ -159,7 +162,7 @@ class Marks:
         self,
         watch_list: WatchList,
         versions: list[int],
-        addresses: list[int],
+        addresses: Addresses,
         spots: Spots,
         words: list[int],
     ) -> None:
@@ -177,14 +180,12 @@ class Marks:
     def moved(self) -> str | None:
         """The first tensor that has its memory elsewhere now, or None."""
         now = self._list.addresses()
-        if now == self.addresses:
-            return None
-        places = zip(self._list.names, now, self.addresses, strict=True)
-        return next(name for name, left, right in places if left != right)
+        moved = np.flatnonzero(now != self.addresses)
+        return self._list.names[moved[0]] if len(moved) else None
 
     def by_name(self) -> dict[str, int]:
         """The addresses, by name: for `differing` to compare the tensors themselves with how they were."""
-        return dict(zip(self._list.names, self.addresses, strict=True))
+        return dict(zip(self._list.names, self.addresses.tolist(), strict=True))
 
     def differing(self, copies: Mapping[str, int]) -> str | None:
         """The first tensor whose copy differs from what it was where a word was noted, or None.

@@ -12,14 +12,14 @@ remembered: who walks the state looks into them each time.
 from __future__ import annotations
 
 from collections import OrderedDict
-from itertools import compress
+from itertools import compress, repeat
 from operator import not_
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from holdfast.plan.structure import PER_RANK
-from holdfast.state.entries import Path, TensorEntry, TensorGuard, check_tensor, describe, same_objects
+from holdfast.state.entries import Described, Path, TensorEntry, TensorGuard, check_tensor, describe, same_objects
 from holdfast.state.flatten import item_path
 from holdfast.state.values import LeafPart
 
@@ -36,7 +36,7 @@ class ContainerSource:
     def __init__(self, path: Path, holder: dict[Any, Any] | list[Any]) -> None:
         self.path = path
         self.holder = holder
-        self.described: list[tuple[Any, ...]] = []
+        self.described = Described([], [])
         """What each of `tensors` looks like; the tensors of two containers described alike need the same place."""
         self.number = 0
         """Another one whenever `settled` is another list."""
@@ -58,8 +58,10 @@ class ContainerSource:
             values = list(self.holder)
         else:
             keys, values = list(self.holder), list(self.holder.values())  # type: ignore[union-attr]
-            if set(map(type, keys)) != {str}:
-                return False
+        if not self._has_others and same_objects(values, self._tensors) and keys == self._keys:
+            return True  # as nearly always
+        if type(self.holder) is not list and set(map(type, keys)) != {str}:
+            return False
         tensors = list(compress(values, self._is_tensor))
         others = compress(values, self._is_other) if self._has_others else ()
         if keys == self._keys and not any(map(_is_tensor, others)):
@@ -110,34 +112,37 @@ class ContainerSource:
             self._forget()
         if len(self._entries) != len(self._tensors):
             self._forget()
-            self._entries = list(self._new_entries())
-            self.described = list(map(describe, self._entries))
+            self._entries = self._new_entries()
+            self.described = Described.of(self._entries)
         elif self._restless:
             self._refresh_restless()
         if self._settled is None:
-            self._settled = [entry for at, entry in enumerate(self._entries) if at not in self._restless]
-            self._guard = TensorGuard([entry.tensor for entry in self._settled])
+            stays = [at not in self._restless for at in range(len(self._entries))]
+            self._settled = list(compress(self._entries, stays))
+            self._guard = TensorGuard(list(compress(self._tensors, stays)), list(compress(self.described.looks, stays)))
             self.number += 1
 
     def _refresh_restless(self) -> None:
         for at in self._replaced:
             old = self._entries[at]
-            self._entries[at] = self._entry(old.name, old.path, self._tensors[at])
+            check_tensor(old.name, self._tensors[at])
+            self._entries[at] = TensorEntry(old.name, old.path, self._tensors[at], lazy=False)
         self._replaced = set()
-        looks = {at: describe(self._entries[at]) for at in self._restless}
-        if any(self.described[at] != look for at, look in looks.items()):
-            self.described = [looks.get(at, look) for at, look in enumerate(self.described)]
+        names, known = self.described
+        looks = {at: describe(self._entries[at].tensor) for at in self._restless}
+        if any(known[at] != look for at, look in looks.items()):
+            self.described = Described(names, [looks.get(at, look) for at, look in enumerate(known)])
 
-    def _new_entries(self) -> Iterator[TensorEntry]:
+    def _new_entries(self) -> list[TensorEntry]:
         path, prefix = self.path, "".join(f"{item}." for item in self.path)
-        is_list = isinstance(self.holder, list)
-        for key, tensor in zip(compress(self._keys, self._is_tensor), self._tensors, strict=True):
-            inside = item_path(path, key) if key == PER_RANK and not is_list else (*path, key)
-            yield self._entry(f"{prefix}{key}", inside, tensor)
-
-    def _entry(self, name: str, path: Path, tensor: torch.Tensor) -> TensorEntry:
-        check_tensor(name, tensor)
-        return TensorEntry(name, path, tensor, lazy=False)
+        keys = list(compress(self._keys, self._is_tensor))
+        if not isinstance(self.holder, list) and PER_RANK in keys:
+            item_path(path, PER_RANK)  # says so
+        names = [f"{prefix}{key}" for key in keys]
+        for name, tensor in zip(names, self._tensors, strict=True):
+            check_tensor(name, tensor)
+        paths, lazy = [(*path, key) for key in keys], repeat(False)  # noqa: FBT003
+        return list(map(TensorEntry, names, paths, self._tensors, lazy))
 
     @property
     def tensors(self) -> Sequence[TensorEntry]:

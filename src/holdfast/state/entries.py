@@ -8,7 +8,7 @@ allows. Does not: decide whether a plain object can be stored (``format.objects`
 from __future__ import annotations
 
 from operator import is_
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -17,7 +17,7 @@ from holdfast import _torch_compat as compat
 from holdfast.dtypes import ITEMSIZE
 from holdfast.errors import ConfigError
 from holdfast.plan.structure import PathItem
-from holdfast.tensor_kinds import TOGETHER, KindGuard
+from holdfast.tensor_kinds import TOGETHER, KindGuard, interned, look
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -144,12 +144,27 @@ def _refuse(name: str, what: str, instead: str) -> None:
     raise ConfigError(f"{name}: {what}; {instead}", field=name)
 
 
-def describe(entry: TensorEntry) -> tuple[Any, ...]:
-    """Its name, and all of the tensor that its place in a checkpoint depends on."""
-    tensor = entry.tensor
+def describe(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """All of a tensor that its place in a checkpoint depends on, but for its name."""
     if compat.is_dtensor(tensor):
-        return entry.name, tensor.shape, tensor.dtype, tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
-    return entry.name, tensor.shape, tensor.dtype, tensor.device
+        return tensor.shape, tensor.dtype, tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    return look(tensor)
+
+
+class Described(NamedTuple):
+    """Names and looks of tensors, each as `describe` gives it; as few objects as there are kinds of tensors."""
+
+    names: list[str]
+    looks: list[tuple[Any, ...]]
+
+    @classmethod
+    def of(cls, entries: Sequence[TensorEntry]) -> Described:
+        return cls([entry.name for entry in entries], interned([describe(entry.tensor) for entry in entries]))
+
+
+def shares_memory(tensor: torch.Tensor) -> bool:
+    """Whether one place in memory is several elements of ``tensor``, so that nothing can be written to it."""
+    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -173,14 +188,17 @@ class TensorGuard:
 
     __slots__ = ("_dtensors", "_kinds", "_specs", "_tensors")
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], looks: Sequence[tuple[Any, ...]] | None = None) -> None:
+        """looks: what `describe` has given for each a moment ago."""
         self._tensors = list(tensors)
         few = len(self._tensors) <= _FULL_CHECK_TENSORS
-        self._kinds = [
-            (start, KindGuard(self._tensors[start : start + TOGETHER], thorough=few))
-            for start in range(0, len(self._tensors), TOGETHER)
-        ]
         self._dtensors = [tensor for tensor in self._tensors if compat.is_dtensor(tensor)]
+        plain = None if self._dtensors else looks
+        self._kinds = []
+        for start in range(0, len(self._tensors), TOGETHER):
+            some = slice(start, start + TOGETHER)
+            guard = KindGuard(self._tensors[some], thorough=few, looks=None if plain is None else plain[some])
+            self._kinds.append((start, guard))
         self._specs = list(map(compat.dtensor_spec, self._dtensors))
 
     def stands(self) -> bool:

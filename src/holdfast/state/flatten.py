@@ -22,9 +22,16 @@ from holdfast.state.entries import Path, joined
 
 KEYS_NOTE: Final = "__keys__"
 MAX_DEPTH: Final = 64
+ABSENT_MAX: Final = 4096
+"""Most items of a stored list that may be neither stored nor in the present one: stock keeps nothing of empty ones."""
+_DIGITS_MAX: Final = 18
 
 Leaf = Callable[[Path, Any], None]
 IsLive = Callable[[Any], bool]
+
+
+class ImplausibleList(ValueError):
+    """Stored names tell of a list that can't be."""
 
 
 def _never(_: Any) -> bool:
@@ -93,6 +100,7 @@ def rebuild(like: Any, leaves: Mapping[Path, Any], *, guessed: bool = False) -> 
     ``like`` is a present value of the same kind, or None: where the paths leave it open, it says what a container is
     (a `Counter`, a list) and what its keys were before they became strings. Its own leaves are not taken over, only
     containers of it that hold none. With ``guessed`` paths, names cut at dots, it also says what is a list.
+    Raises `ImplausibleList`.
     """
     if () in leaves and len(leaves) == 1:
         bare = leaves[()]
@@ -106,14 +114,22 @@ def rebuild(like: Any, leaves: Mapping[Path, Any], *, guessed: bool = False) -> 
         elif path:
             branches.setdefault(path[0], {})[path[1:]] = value
     maybe_list = guessed and isinstance(like, list)
-    if branches and all(type(item) is int or (maybe_list and item.isdigit()) for item in branches):
+    if branches and all(type(item) is int or (maybe_list and _is_index(item)) for item in branches):
         return _rebuild_list(like, {int(item): branch for item, branch in branches.items()}, guessed=guessed)
     return _rebuild_mapping(like, branches, note, guessed=guessed)
 
 
+def _is_index(item: str) -> bool:
+    return item.isdecimal() and len(item) <= _DIGITS_MAX
+
+
 def _rebuild_list(like: Any, branches: Mapping[int, Mapping[Path, Any]], *, guessed: bool) -> list[Any]:
     present = like if isinstance(like, list) else []
-    result: list[Any] = [None] * (max(branches) + 1)
+    least, most = min(branches), max(branches)
+    if least < 0 or most >= len(present) + len(branches) + ABSENT_MAX:  # no list is made by what a name claims
+        odd = least if least < 0 else most
+        raise ImplausibleList(f"the names in it make a list with item {odd} of {len(branches)}")
+    result: list[Any] = [None] * (most + 1)
     for index, branch in branches.items():
         result[index] = rebuild(present[index] if index < len(present) else None, branch, guessed=guessed)
     for index, value in enumerate(present):

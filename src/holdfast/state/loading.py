@@ -21,7 +21,7 @@ from torch import nn
 
 from holdfast.errors import StateMismatch
 from holdfast.plan.structure import PER_RANK, name_on_rank, rank_label
-from holdfast.state.entries import Path, joined, torch_dtype
+from holdfast.state.entries import Path, joined, shares_memory, torch_dtype
 from holdfast.state.flatten import flatten_exactly, rebuild
 from holdfast.state.foreign import StoredNames, relative_path
 
@@ -180,6 +180,9 @@ class LoadBuilder:
             if shape != tuple(tensor.shape):
                 self.mismatch(shown or stored, f"stored as {list(shape)}, the state has {list(tensor.shape)}")
                 return False
+            if shares_memory(tensor):
+                self.mismatch(shown or stored, "its elements share memory here (expand() does that): clone() it")
+                return False
             self._destinations.append(TensorDestination(stored, tensor))
             return True
         if stored in self.objects and tensor.numel() == 1:
@@ -206,7 +209,7 @@ class LoadBuilder:
         info = self.tensors[stored]
         dtype = torch_dtype(info.dtype)
         fits = isinstance(like, torch.Tensor) and tuple(like.shape) == tuple(info.shape) and like.dtype == dtype
-        tensor = like if fits else torch.empty(info.shape, dtype=dtype)
+        tensor = like if fits and not shares_memory(like) else torch.empty(info.shape, dtype=dtype)
         self._destinations.append(TensorDestination(stored, tensor))
         if isinstance(like, (bool, int, float)) and tensor.numel() == 1:
             return lambda _: tensor.item()

@@ -19,6 +19,7 @@ Threads: one at a time, the thread that trains.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -34,11 +35,11 @@ from holdfast.plan.structure import PER_RANK
 from holdfast.state.containers import ContainerSource, is_remembered
 from holdfast.state.entries import (
     Collected,
+    Described,
     ObjectEntry,
     Path,
     TensorEntry,
     check_tensor,
-    describe,
     joined,
     same_objects,
 )
@@ -97,7 +98,7 @@ class StateTree:
         self._signature: tuple[Any, ...] | None = None
         self._static: tuple[TensorEntry, ...] = ()
         self._static_order: tuple[Path, ...] = ()
-        self._described: list[tuple[Any, ...]] | None = None
+        self._described: Described | None = None
         self._modules_only = False
         self._fingerprint = 0
         self._settled: tuple[TensorEntry, ...] = ()
@@ -148,7 +149,7 @@ class StateTree:
                 entry for part in parts if isinstance(part, ModuleSource | OptimizerSource) for entry in part.tensors
             )
             # A second walk may well find the same: optimizer state that is nested is walked every time.
-            described = list(map(describe, static))
+            described = Described.of(static)
             stands = described == self._described and same_objects(*map(_tensors_of, (static, self._static)))
             static = self._static if stands else static
         containers = [part for part in parts if isinstance(part, ContainerSource)]
@@ -161,7 +162,7 @@ class StateTree:
         tensors = static + tuple(chain(*(container.tensors for container in containers), sink.tensors))
         signature = (
             [container.described for container in containers],
-            list(map(describe, sink.tensors)),
+            Described.of(sink.tensors),
             [entry.name for entry in sink.objects],
         )
         unchanged = stands and signature == self._signature
@@ -403,11 +404,10 @@ def _tensors_of(entries: Sequence[TensorEntry]) -> list[torch.Tensor]:
 
 
 def _check_names(tensors: Sequence[TensorEntry], objects: Sequence[ObjectEntry]) -> None:
-    seen: set[str] = set()
-    for name in (entry.name for group in (tensors, objects) for entry in group):
-        if name in seen:
-            raise ConfigError(f"two values of the state are both named {name!r}; rename a key", field=name)
-        seen.add(name)
+    names = [entry.name for entry in tensors] + [entry.name for entry in objects]
+    if len(set(names)) < len(names):
+        name, _ = Counter(names).most_common(1)[0]
+        raise ConfigError(f"two values of the state are both named {name!r}; rename a key", field=name)
 
 
 def _as_modules(value: object) -> tuple[nn.Module, ...] | None:
