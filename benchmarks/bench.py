@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.cpu import available_bytes, private_bytes, tree_cpu_s
+from benchmarks.cpu import available_bytes, private_bytes, stopped, tree_cpu_s, tree_of
 from benchmarks.files import remove
 from benchmarks.peers import DELTA_SHARES, PEERS, Peer
 from benchmarks.protocol import Broken, Worker, WorkerFailed
@@ -48,7 +48,8 @@ ONLY_THOROUGH = (
 KEPT_BYTES_MOST = 640 << 20
 """Of a rank between two cases, its libraries included."""
 SHARED_FOLDER = Path("/dev/shm")
-INTERVAL_S_PER_GB = 0.25
+INTERVAL_S_PER_GB = 0.5
+"""Of a state, from a save to the update; the training loop (d), whose batches are small, takes 0.7 to 0.8."""
 QUIET_LOOK_S, QUIET_WAIT_S = 0.1, 5.0
 QUIET_SHARE = 0.2
 """Of one core, between two looks: a tick of the clock that the kernel counts by, twice."""
@@ -256,12 +257,19 @@ class Bench:
 
     def _turn(self, case: str, worker: Worker, turn: Turn) -> dict[str, Any] | None:
         os.sync()  # what the one before has left is not this one's to write
-        self._wait_quiet()
-        try:
-            return turn(worker)
-        except (Broken, WorkerFailed) as error:
-            self.problem(case, worker.name, str(error))
-            return None
+        with stopped(self._others(worker)):
+            self._wait_quiet()
+            try:
+                return turn(worker)
+            except (Broken, WorkerFailed) as error:
+                self.problem(case, worker.name, str(error))
+                return None
+
+    def _others(self, worker: Any) -> list[int]:
+        """The processes of all kept workers but this one: some compute even where there is nothing to do."""
+        mine = getattr(worker, "worker", worker).pids
+        roots = [pid for kept in self._kept.values() if kept.alive for pid in kept.pids if pid not in mine]
+        return [pid for root in roots for pid in tree_of(root)]
 
     def _wait_quiet(self) -> None:
         """What the one before still computes is not this one's to wait for; who never ends it is not waited for."""

@@ -18,9 +18,11 @@ class Pending:
     """A save that goes on in the background.
 
     stats: what the contender itself says it took. ask_every_s: how often the training loop asks; a step takes longer.
+    ends_when_asked: what there is to do in the end is done while it is asked, so the training thread is held by that.
     """
 
     ask_every_s = 0.01
+    ends_when_asked = False
 
     def __init__(self) -> None:
         self.stats: dict[str, float] = {}

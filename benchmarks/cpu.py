@@ -10,12 +10,13 @@ import contextlib
 import ctypes
 import gc
 import os
+import signal
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from typing_extensions import Self
 
@@ -44,6 +45,21 @@ def tree_of(root: int) -> list[int]:
         found.append(pid)
         left += children.get(pid, [])
     return found
+
+
+@contextlib.contextmanager
+def stopped(pids: Iterable[int]) -> Iterator[None]:
+    """None of them runs for the time of the context."""
+    told = list(pids)
+    try:
+        for pid in told:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+        yield
+    finally:
+        for pid in told:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 def tree_cpu_s(root: int) -> float:

@@ -1,7 +1,7 @@
 """One measured save or load, in a worker. Times are this rank's; the runner takes the slowest rank's, and adds CPU up.
 
 held_s: how long the training thread could not train: the call, the wait in front of the update after an interval of
-forward and backward, and polls, where a contender finishes on the caller's time. durable_s: from the call until all is
+forward and backward, and polls, where a contender ends its saves in them. durable_s: from the call until all is
 on the disk. cpu_s: of the process and its children, without what the training thread computed meanwhile.
 """
 
@@ -65,7 +65,7 @@ def timed_save(contender: Contender, path: Path, busy: Busy, interval_s: float) 
     watch.wait(busy, began + SAVE_DEADLINE_S)
     durable_s = time.perf_counter() - began
     cpu_s = tree_cpu_s(os.getpid()) - cpu_before - busy.cpu_s
-    held_s += wait_s + watch.asking_s
+    held_s += wait_s + (watch.asking_s if pending.ends_when_asked else 0.0)
     figures = {
         "held_s": held_s,
         "call_s": call_s,

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 OBSTACLES = {
     "held by a lazy save": (
         "The call itself takes 3 to 5 ms at 800 tensors, most of it for looking at every tensor once (kind, version, "
-        "address). The rest is the wait in front of the update where copies aren't complete by then: the state has to "
-        "be copied once, on cores that compute, and a trainer of pure Python gives the interpreter's lock away only "
-        "every 5 ms. It is memory traffic, shown in brackets, and shrinks with a longer step."
+        "address); after a turn of others that took its objects out of the caches, longer. The rest is the wait in "
+        "front of the update where copies aren't complete by then, as two ranks that compute on two cores have it now "
+        "and then: the state has to be copied once. It is memory traffic, shown in brackets."
     ),
     "eager staging": (
         "The copies run at the speed of memory; what is added to them is fixed: looking at every tensor, and handing "
@@ -28,7 +28,8 @@ OBSTACLES = {
     ),
     "until durable / best peer": (
         "The disk sets the time: the state can't be durable before it is written, and the best peer writes as many "
-        "bytes. What is left to gain is the copies before it."
+        "bytes. What is left to gain is the copies before it. torchsnapshot holds its caller for most of its time (the "
+        "tables have it), so hardly a trainer computes beside it; those who let it compute take longer."
     ),
     "CPU seconds / that peer's": (
         "Copying the state once and hashing it once is what is left: about 0.35 s a GB on these cores together."
@@ -60,10 +61,12 @@ OBSTACLES = {
     ),
     "weight version through shared memory /": (
         "A memcpy is one copy by two cores. A version is packed by one process, on one core, and unpacked by another; "
-        "both hash it, which is two fifths of a side's time; and the copy from the shadow to the live tensors follows."
+        "both hash it, which is a third of a side's time; and the copy from the shadow to the live tensors follows."
     ),
     "weight version through shared memory, streaming": (
-        "A memcpy is one copy by two cores; here each of two processes copies all of it, and hashes it, on one core."
+        "A memcpy is one copy by two cores; here each of two processes copies all of it, and hashes it, on one core. "
+        "Having the kernel copy from one process to the other (process_vm_readv) was measured: it looks up each page, "
+        "which takes as long as the copy that it saves."
     ),
 }
 """By how the name of a target begins."""

@@ -40,6 +40,7 @@ class Finalizing(Pending):
     """Polled on the training thread, where it finalizes: its users call this after every step."""
 
     ask_every_s = 0.05
+    ends_when_asked = True
 
     def __init__(self, queue: AsyncCallsQueue) -> None:
         super().__init__()
