@@ -93,6 +93,7 @@ class _Launched:
         """Hand out a job; returns what went wrong with it, None if nothing did."""
         number = next(self._jobs)
         job = {"home": function.__code__.co_filename, "name": function.__name__, "nproc": nproc, "args": args}
+        job["standby_s"] = max(WORLD_TIMEOUT_S, timeout_s + 40.0)
         (self._place / "next").write_text(json.dumps(job))
         (self._place / "next").rename(self._place / f"job-{number}")
         deadline = time.monotonic() + timeout_s
@@ -137,6 +138,8 @@ at_world_end: list[Callable[[], None]] = []
 """Called when a world is over: what was made of its groups is of no use any more."""
 _world_numbers = [0, 0]
 """Of the job, and of the world in it: ranks that stand by see only the first."""
+_standby_s = [WORLD_TIMEOUT_S]
+"""How long the present job may keep a rank that stands by."""
 
 
 def in_world(size: int, function: Callable[..., None], *args: object) -> None:
@@ -157,7 +160,7 @@ def in_world(size: int, function: Callable[..., None], *args: object) -> None:
         _leave_world()
         if store.add("left", 1) == size:
             store.set("over", "")
-    store.wait(["over"], timedelta(seconds=WORLD_TIMEOUT_S))
+    store.wait(["over"], timedelta(seconds=_standby_s[0]))
 
 
 def _leave_world() -> None:
@@ -186,6 +189,7 @@ def _work(place: Path, parent: int) -> None:
             time.sleep(LOOK_S)
         job = json.loads(path.read_text())
         _world_numbers[:] = number, 0
+        _standby_s[0] = job["standby_s"]
         in_world(job["nproc"], getattr(_module(Path(job["home"])), job["name"]), *job["args"])
         if os.environ["RANK"] == "0":
             (place / f"done-{number}").touch()
