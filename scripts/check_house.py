@@ -7,6 +7,7 @@
 3. A module opens with a docstring: its job, what it guarantees, what it assumes, what it does not do.
 4. No module is called ``utils``, ``helpers``, ``common`` or ``misc``: name it by its one job.
 5. Nothing unfinished is marked for later: it is an issue, or it is done.
+6. No two modules of tests have one name: pytest can't run both at once.
 
 Reads syntax trees only; imports nothing of the package.
 """
@@ -153,6 +154,14 @@ def check_finished(module: Module) -> Iterator[Breach]:
             )
 
 
+def check_test_names(paths: list[Path]) -> Iterator[Breach]:
+    known: dict[str, Path] = {}
+    for path in paths:
+        first = known.setdefault(path.name, path)
+        if first is not path:
+            yield Breach(str(path), 1, f"`{path.name}` is also the name of {first}, and pytest can't run both at once")
+
+
 def read(path: Path) -> Module:
     source = path.read_text(encoding="utf-8")
     return Module(path, source, ast.parse(source, filename=str(path)))
@@ -164,6 +173,8 @@ def main() -> int:
     breaches = list(check_private_names(package))
     for module in package + around:
         breaches += [*check_size(module), *check_docstring(module), *check_name(module), *check_finished(module)]
+    tests = sorted((ROOT / "tests").rglob("*.py"))
+    breaches += check_test_names([path.relative_to(ROOT) for path in tests if path.name.startswith("test_")])
     for breach in sorted(breaches, key=lambda breach: (breach.where, breach.line)):
         print(breach)
     print(f"house rules: {len(package) + len(around)} modules, {len(breaches)} breaches")
