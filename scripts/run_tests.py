@@ -3,79 +3,136 @@
     python scripts/run_tests.py [FLAGS OF PYTEST]
 
 Tests below `FIRST` start several processes by themselves or look at the clock, and wait for much of their time: they
-run one by one, at the priority this process has. Those below `BESIDE` work in one process; they run meanwhile, at a low
-priority, and their output is shown when they have ended. The exit status is 1 if anything failed.
+run one by one, at the priority this process has. The others work in one process; they run meanwhile, at a low priority
+and with limits of time that allow for it, and in two runs at once when the first ones are through. Their output is
+shown when they have ended; at the end comes what became of each run, with the last lines of those that died, as pytest
+does at a limit of time. The exit status is 1 if anything failed.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import threading
+from collections import deque
 from dataclasses import dataclass, field
-from typing import IO
+from pathlib import Path
 
-FIRST = (("tests/contract", "tests/crash", "tests/distributed", "tests/simulation"),)
-BESIDE = (("tests/unit",), ("tests/property", "tests/fuzz", "tests/corruption", "tests/compat"))
+ROOT = Path(__file__).resolve().parent.parent
+FIRST = ("tests/contract", "tests/crash", "tests/distributed", "tests/simulation")
+BESIDE_WHOLE = (("tests/property", "tests/fuzz", "tests/corruption"), ("tests/compat",))
+BESIDE_IN_PARTS = "tests/unit"
+PARTS = 3  # so that no run is much longer than the others
 BESIDE_NICE = 15  # below the engines that the first ones start
+# A test that gets a thirtieth of a core isn't hung when it takes two minutes.
+BESIDE_LIMITS = ("-o", "timeout=900", "-o", "faulthandler_timeout=890")
 NOTHING_COLLECTED = 5
+CLOSING_LINE = re.compile(r"^=+ .* in [\d.]+s.* =+$")
+LAST_LINES = 40
 
 
 @dataclass
-class Lane:
-    """Runs of pytest, one after the other."""
+class Run:
+    """One run of pytest. What it has in `output` is shown when it has ended; without, at once."""
 
-    runs: tuple[tuple[str, ...], ...]
-    flags: list[str]
+    name: str
+    places: tuple[str, ...]
+    flags: tuple[str, ...] = ()
     nice: int = 0
-    output: IO[bytes] | None = None
-    statuses: list[int] = field(default_factory=list)
-    stopped: bool = False
-    running: subprocess.Popen[bytes] | None = None
+    output: Path | None = None
+    status: int | None = None
 
-    def run(self) -> None:
-        for places in self.runs:
-            # A cache for each: what failed last is written at the end of every run.
-            cache = ["-o", f"cache_dir=.pytest_cache/{os.path.basename(places[0])}"]
-            command = [sys.executable, "-m", "pytest", "-m", "not slow and not gpu", *cache, *self.flags, *places]
-            if self.stopped:
-                return
-            with subprocess.Popen(
-                ["nice", "-n", str(self.nice), *command],
-                stdin=subprocess.DEVNULL,
-                stdout=self.output,
-                stderr=subprocess.STDOUT if self.output else None,
-            ) as self.running:
-                self.statuses.append(self.running.wait())
+    def command(self, flags: list[str]) -> list[str]:
+        # A cache for each: what failed last is written at the end of every run.
+        cache = ("-o", f"cache_dir=.pytest_cache/{self.name.replace('/', '-')}")
+        pytest = [sys.executable, "-m", "pytest", "-m", "not slow and not gpu", *cache, *self.flags, *flags]
+        return ["nice", "-n", str(self.nice), *pytest, *self.places]
+
+    @property
+    def failed(self) -> bool:
+        return self.status not in (0, NOTHING_COLLECTED)  # a flag such as `-k` may leave a run without tests
+
+    def last_lines(self) -> list[str]:
+        """What a run that died said last; nothing of one that came to its closing line."""
+        lines = self.output.read_text(errors="replace").splitlines() if self.output else []
+        closed = any(CLOSING_LINE.match(line) for line in lines[-3:])
+        if closed:
+            return []
+        # Of stacks that are printed then, what tells the test, which most lines don't.
+        return [line for line in lines if 'File "' in line and "/tests/" in line][-LAST_LINES:] + lines[-LAST_LINES:]
+
+
+@dataclass
+class Runs:
+    """Takes runs from one queue, in as many threads as call `work`, and remembers what became of them."""
+
+    waiting: deque[Run]
+    flags: list[str]
+    ended: list[Run] = field(default_factory=list)
+    running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def run(self, run: Run) -> None:
+        with open(run.output, "wb") if run.output else open(os.devnull, "wb") as output:
+            where = {"stdout": output, "stderr": subprocess.STDOUT} if run.output else {}
+            process = subprocess.Popen(run.command(self.flags), stdin=subprocess.DEVNULL, cwd=ROOT, **where)
+        self.running[run.name] = process
+        run.status = process.wait()
+        with self.lock:
+            self.ended.append(run)
+            if run.output:
+                sys.stdout.write(run.output.read_text(errors="replace"))
+                sys.stdout.flush()
+
+    def work(self) -> None:
+        while True:
+            with self.lock:
+                if not self.waiting:
+                    return
+                run = self.waiting.popleft()
+            self.run(run)
 
     def stop(self) -> None:
-        self.stopped = True
-        if self.running is not None:
-            self.running.kill()
+        with self.lock:
+            self.waiting.clear()
+        for process in self.running.values():
+            process.kill()
+
+
+def beside(outputs: Path) -> deque[Run]:
+    """What runs beside the first ones."""
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / BESIDE_IN_PARTS).glob("test_*.py"))
+    runs = [(f"{BESIDE_IN_PARTS} {n + 1} of {PARTS}", tuple(files[n::PARTS])) for n in range(PARTS)]
+    runs += [(" ".join(places), places) for places in BESIDE_WHOLE]
+    return deque(
+        Run(name, places, BESIDE_LIMITS, BESIDE_NICE, outputs / f"{number}.txt")
+        for number, (name, places) in enumerate(runs)
+    )
 
 
 def main(flags: list[str]) -> int:
-    with tempfile.TemporaryFile() as output:
-        first, beside = Lane(FIRST, flags), Lane(BESIDE, flags, BESIDE_NICE, output)
-        other = threading.Thread(target=beside.run)
+    with tempfile.TemporaryDirectory() as outputs:
+        runs = Runs(beside(Path(outputs)), flags)
+        other = threading.Thread(target=runs.work)
         other.start()
         try:
-            first.run()
+            runs.run(Run("first", FIRST))
+            runs.work()
         except BaseException:  # interrupted
-            beside.stop()
+            runs.stop()
             raise
         finally:
             other.join()
-        output.seek(0)
-        for line in output:
-            sys.stdout.buffer.write(line)
-        sys.stdout.flush()
-    statuses = first.statuses + beside.statuses
-    # A flag such as `-k` may leave a run without tests; not all of them.
-    failed = [status for status in statuses if status not in (0, NOTHING_COLLECTED)]
-    return 1 if failed or set(statuses) == {NOTHING_COLLECTED} else 0
+        for run in runs.ended:
+            if run.failed:
+                print("\n".join(run.last_lines()))
+        for run in runs.ended:
+            print(f"{'ERROR' if run.failed else 'fine'} {run.name}: pytest ended with status {run.status}")
+    statuses = {run.status for run in runs.ended}
+    return 1 if statuses == {NOTHING_COLLECTED} or any(run.failed for run in runs.ended) else 0
 
 
 if __name__ == "__main__":

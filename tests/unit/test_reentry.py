@@ -17,8 +17,7 @@ from holdfast.errors import ConfigError
 from holdfast.snapshot import SnapshotTaker
 from holdfast.staging.stager import Staging
 
-pytestmark = pytest.mark.timeout(30)
-WAIT_S = 20.0
+WAIT_S = 90.0
 
 
 class Handler:
