@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +36,21 @@ def pytest_configure(config: pytest.Config) -> None:
 def tried(pytestconfig: pytest.Config) -> Counter[str]:
     """How often what was tried; a test counts what it has seen survived, and the run ends with the sums."""
     return pytestconfig.stash[_TRIED]
+
+
+@pytest.fixture(scope="session")
+def descriptors() -> Callable[[], frozenset[tuple[str, str]]]:
+    """The open descriptors and what they lead to: what a test left is the difference, whatever else went meanwhile."""
+
+    def held() -> frozenset[tuple[str, str]]:
+        gc.collect()  # what went out of reach in an earlier test
+        found = set()
+        for number in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # the one that lists them
+                found.add((number, os.readlink(f"/proc/self/fd/{number}")))
+        return frozenset(found)
+
+    return held
 
 
 @pytest.fixture(scope="session")

@@ -83,8 +83,8 @@ def sample():
 
 
 @pytest.fixture
-def start(tmp_path, sample):
-    fds = len(os.listdir("/proc/self/fd"))
+def start(tmp_path, sample, descriptors):
+    fds = descriptors()
     benches = []
 
     def begin(calls=None):
@@ -95,7 +95,7 @@ def start(tmp_path, sample):
     for bench in benches:
         bench.attempt.cancel()
         bench.wait_gone()
-    assert len(os.listdir("/proc/self/fd")) == fds
+    assert not descriptors() - fds
 
 
 def test_it_reports_after_the_word_and_not_before(start, sample, tmp_path):

@@ -75,12 +75,12 @@ def sample():
 
 
 @pytest.fixture
-def directory(tmp_path):
+def directory(tmp_path, descriptors):
     fd = os.open(tmp_path, os.O_RDONLY)
-    threads, fds = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    threads, fds = threading.active_count(), descriptors()
     yield fd
     assert threading.active_count() == threads
-    assert len(os.listdir("/proc/self/fd")) == fds
+    assert not descriptors() - fds
     os.close(fd)
 
 

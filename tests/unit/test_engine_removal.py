@@ -11,11 +11,11 @@ from holdfast.engine.removal import remove_tree_at
 
 
 @pytest.fixture
-def root(tmp_path):
+def root(tmp_path, descriptors):
     fd = os.open(tmp_path, os.O_RDONLY)
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     yield fd
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not descriptors() - before
     os.close(fd)
 
 

@@ -104,14 +104,14 @@ def test_a_forked_child_does_not_keep_it(tmp_path):
     lock.release()
 
 
-def test_descriptors_are_closed_on_exec_and_on_failure(tmp_path):
-    before = len(os.listdir("/proc/self/fd"))
+def test_descriptors_are_closed_on_exec_and_on_failure(tmp_path, descriptors):
+    before = descriptors()
     lock = RootLock.acquire(str(tmp_path))
     assert fcntl.fcntl(lock._fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
     with pytest.raises(RootLocked):
         RootLock.acquire(str(tmp_path))
     lock.release()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not descriptors() - before
 
 
 def test_a_lock_file_that_was_replaced_is_not_taken_for_the_lock(tmp_path, monkeypatch):
@@ -135,11 +135,11 @@ def test_a_lock_file_that_was_replaced_is_not_taken_for_the_lock(tmp_path, monke
 
 
 @pytest.mark.parametrize("replaced", [True, False])
-def test_a_root_that_was_replaced_is_locked_anew(tmp_path, replaced):
+def test_a_root_that_was_replaced_is_locked_anew(tmp_path, descriptors, replaced):
     """By another directory, or only emptied: whoever comes there next finds no lock, and takes it."""
     root = tmp_path / "root"
     root.mkdir()
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     with RootLock.acquire(str(root)) as lock:
         lock.renew()
         shutil.rmtree(root if replaced else root / ".holdfast")
@@ -155,7 +155,7 @@ def test_a_root_that_was_replaced_is_locked_anew(tmp_path, replaced):
         root.write_text("a file")
         with pytest.raises(StorageError):
             lock.renew()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not descriptors() - before
 
 
 def test_what_killed_saves_have_left_is_swept(tmp_path):

@@ -16,11 +16,11 @@ from holdfast.storage.lease import RECORD_BYTES, LeaseRecord, decode_record, enc
 
 
 @pytest.fixture
-def directory(tmp_path):
+def directory(tmp_path, descriptors):
     fd = os.open(tmp_path, os.O_RDONLY)
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     yield fd
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not descriptors() - before
     os.close(fd)
 
 
