@@ -12,6 +12,7 @@ Guarantees: never writes, locks or recovers; no process group needed; whatever i
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -128,8 +129,9 @@ class Checkpoint:
     def read(self, name: str, index: Index | None = None) -> torch.Tensor:
         """Tensor ``name``, whole or the part that ``index`` names, verified, in new host memory.
 
-        index: slices (step 1) or integers, one for each leading dimension; only the extents that hold the part are
-        read. Raises `CheckpointNotFound` for an unknown name, `CheckpointCorrupt`, `StorageError`.
+        index: slices (step 1) or integers, one for each leading dimension, with `...` for dimensions between; only the
+        extents that hold the part are read.
+        Raises `CheckpointNotFound` for an unknown name, `ConfigError`, `CheckpointCorrupt`, `StorageError`.
         """
         box, shape = _box_of(name, self._stored(name).shape, index)
         return read_boxes(self._source, [(name, box)])[0].reshape(shape)
@@ -255,25 +257,33 @@ def read_objects(source: Source, names: Sequence[str], *, verify: bool = True) -
 
 def _box_of(name: str, shape: tuple[int, ...], index: Index | None) -> tuple[Box, tuple[int, ...]]:
     """The box an index names, and the shape of the result (integers drop their dimension)."""
-    parts: tuple[slice | int, ...] = () if index is None else index if isinstance(index, tuple) else (index,)
-    if len(parts) > len(shape):
-        raise ConfigError(f"{name} has {len(shape)} dimensions; the index has {len(parts)}", field="index")
+    given: tuple[Any, ...] = () if index is None else index if isinstance(index, tuple) else (index,)
+    dots = [at for at, part in enumerate(given) if part is ...]
+    parts = [part for part in given if part is not ...]
+    if len(parts) > len(shape) or len(dots) > 1:
+        raise ConfigError(f"{name} has {len(shape)} dimensions; the index has {len(given)}", field="index")
+    after = len(parts) - dots[0] if dots else 0
+    parts[len(parts) - after : len(parts) - after] = [slice(None)] * (len(shape) - len(parts))
     offsets, sizes, result = [], [], []
-    for dim, size in enumerate(shape):
-        part = parts[dim] if dim < len(parts) else slice(None)
-        if isinstance(part, slice):
-            start, stop, step = part.indices(size)
-            if step != 1:
-                raise ConfigError(f"{name}: only slices of step 1 can be read, not {part}", field="index")
-            offsets.append(start)
-            sizes.append(max(0, stop - start))
-            result.append(sizes[-1])
-        else:
-            at = part + size if part < 0 else part
-            if not 0 <= at < size:
+    for dim, (part, size) in enumerate(zip(parts, shape, strict=True)):
+        try:
+            at, stop, step = part.indices(size) if isinstance(part, slice) else (operator.index(part), None, 1)
+        except (TypeError, ValueError) as error:
+            what = f"{name}: a slice of step 1 or an integer is needed for dimension {dim}, not {part!r}"
+            raise ConfigError(what, field="index") from error
+        if step != 1 or isinstance(part, bool):
+            raise ConfigError(
+                f"{name}: only slices of step 1 can be read, not {part}, in dimension {dim}", field="index"
+            )
+        if stop is None:
+            if not -size <= at < size:
                 raise ConfigError(f"{name}: index {part} is outside dimension {dim} of size {size}", field="index")
-            offsets.append(at)
+            offsets.append(at % size)
             sizes.append(1)
+        else:
+            offsets.append(at)
+            sizes.append(max(0, stop - at))
+            result.append(sizes[-1])
     return Box(tuple(offsets), tuple(sizes)), tuple(result)
 
 

@@ -14,6 +14,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -75,6 +76,51 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert loaded.step == 12
     assert equal(state, other)
     assert sorted(os.listdir(tmp_path / "a" / "b")) == ["ckpt"]
+
+
+class TestParts:
+    """`Checkpoint.read` takes what indexes a tensor by slices and integers, and names the dimension of what doesn't."""
+
+    whole = torch.arange(24.0).reshape(2, 3, 4)
+
+    @pytest.fixture
+    def stored(self, tmp_path: Path) -> holdfast.Checkpoint:
+        return holdfast.save({"t": self.whole}, tmp_path / "ckpt")
+
+    @pytest.mark.parametrize(
+        "index",
+        [
+            ...,
+            (..., 1),
+            (1, ..., slice(1, 3)),
+            (0, 1, 2, ...),
+            np.int64(-1),
+            (torch.tensor(1), slice(2)),
+            slice(5, 1),
+        ],
+        ids=str,
+    )
+    def test_as_the_tensor_itself(self, stored: holdfast.Checkpoint, index: Any) -> None:
+        assert torch.equal(stored.read("t", index), self.whole[index])
+
+    @pytest.mark.parametrize(
+        "part", ["a", 1.5, True, [0], None, 3, slice("a"), slice(0, 1.5), slice(None, None, 0)], ids=str
+    )
+    def test_else_an_error(self, stored: holdfast.Checkpoint, part: Any) -> None:
+        for index in ((0, part), (..., part, 0)):
+            with pytest.raises(ConfigError, match=r"t: .* dimension 1"):
+                stored.read("t", index)
+
+    @pytest.mark.parametrize("index", [(0, 0, 0, 0), (..., ...), (0, 0, 0, ..., 0), slice(None, None, -1)], ids=str)
+    def test_as_is_what_no_part_is(self, stored: holdfast.Checkpoint, index: Any) -> None:
+        with pytest.raises(ConfigError, match="t"):
+            stored.read("t", index)
+
+
+def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'m\.a\\udc80', which UTF-8 can't write"):
+        holdfast.save({"m": {os.fsdecode(b"a\x80"): torch.ones(2)}}, tmp_path / "ckpt")
+    assert not os.listdir(tmp_path)
 
 
 def test_open_reads_any_part(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from typing import Final, Literal
 import msgspec
 import xxhash
 
+from holdfast.errors import ConfigError
+
 PER_RANK: Final = "rank-*"
 """Stands for ``rank-00007`` in names and paths of values that are each rank's own."""
 
@@ -92,7 +94,12 @@ def path_on_rank(path: tuple[PathItem, ...], rank: int) -> tuple[PathItem, ...]:
 
 
 def encode_structure(structure: Structure) -> bytes:
-    return msgspec.msgpack.encode(structure)
+    """Raises `ConfigError` for a name that is no text: half of a surrogate pair, as file names of bytes bring."""
+    try:
+        return msgspec.msgpack.encode(structure)
+    except UnicodeEncodeError as error:
+        name = ascii(error.object)
+        raise ConfigError(f"state has the name {name}, which UTF-8 can't write: rename it", field=name) from error
 
 
 def decode_structure(data: bytes) -> Structure:
