@@ -21,7 +21,7 @@ from holdfast.errors import DeadlineExceeded, HoldfastError, PeerLost
 from holdfast.sync import messages
 from holdfast.sync.deadline import Deadline
 from holdfast.sync.links import Ended, Hub, Link, connect
-from holdfast.sync.rendezvous import PLACES, Place, Places, Rendezvous, this_machine
+from holdfast.sync.rendezvous import PLACES, Asking, Place, Places, Unanswered, this_machine
 from holdfast.sync.waiting import Aside, Leaving, beat_interval_s
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from holdfast.sync.transports.base import Channels
 
 _CONNECT_S: Final = 5.0
+_GET_S_MIN: Final = 0.2
+"""What one look at the rendezvous takes may lie behind a deadline: else who has none left would never find anything."""
 _LOOK_S_MIN: Final = 0.01
 _LOOK_S_MAX: Final = 0.05
 """Receivers that wait for a publisher shall find it within moments of one another (`coordinating.SETTLE_S`)."""
@@ -256,7 +258,7 @@ def _hosts(place: Place, rank: int, *, near_only: bool) -> tuple[str, ...]:
 
 
 def meet(
-    rendezvous: Rendezvous,
+    rendezvous: Asking,
     channels: Channels,
     deadline: Deadline,
     leaving: Leaving,
@@ -268,16 +270,18 @@ def meet(
 
     Raises `DeadlineExceeded`, which says what was in the way at last; `ConfigError` if the receiver is closed.
     """
-    pause_s, why = _LOOK_S_MIN, "no publisher has been there"
+    pause_s, why, was_told = _LOOK_S_MIN, "no publisher has been there", False
     while True:
         try:
-            found = rendezvous.get(PLACES)
+            found = rendezvous.get(PLACES, max(deadline.left_s(), _GET_S_MIN))
             if found:
                 places = msgspec.msgpack.decode(found, type=Places)
                 limit = Deadline.after(min(_CONNECT_S, max(deadline.left_s(), 0.1)))
                 return Connection(places, channels, limit, leaving, peer_timeout_s=peer_timeout_s)
+        except Unanswered as error:
+            why = why if was_told else str(error)
         except (OSError, HoldfastError, msgspec.MsgspecError) as error:
-            why = str(error)
+            why, was_told = str(error), True
         if once:
             return None
         if deadline.passed():

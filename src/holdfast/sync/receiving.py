@@ -11,14 +11,14 @@ Does not: move bytes (``sync.taking``), or touch the user's tensors (``sync.appl
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from holdfast.errors import DeadlineExceeded, HoldfastError, OutcomeUnknown, PeerLost
 from holdfast.outcome import AbortReason
 from holdfast.sync import messages
 from holdfast.sync.connection import Aborted, Connection, meet
 from holdfast.sync.deadline import Deadline
-from holdfast.sync.rendezvous import ABORT, COMMIT, Rendezvous, decision_key, open_rendezvous
+from holdfast.sync.rendezvous import ABORT, COMMIT, Asking, Rendezvous, decision_key, open_rendezvous
 from holdfast.sync.taking import Taker
 from holdfast.sync.waiting import Leaving
 
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from holdfast.sync.transports.base import Channels
 
 _log = logging.getLogger("holdfast")
+_FIRST_LOOK_S: Final = 2.0
+"""How long a new receiver looks for a publisher that may not be there yet."""
+_SETTLE_S_MIN: Final = 2.0
+"""What is left to learn a decision when the time to receive in is over."""
 
 
 class LinkedReceiving:
@@ -39,10 +43,16 @@ class LinkedReceiving:
         self._asks = 0
         self._own_of = ""
         self._leaving = Leaving()
+        self._asking = Asking(self._rendezvous, self._leaving)
         self._taker: Taker | None = None
         # Who is there when a version is about to be sent is waited for.
         self._connection = meet(
-            self._rendezvous, channels, Deadline.after(0.0), self._leaving, peer_timeout_s=peer_timeout_s, once=True
+            self._asking,
+            channels,
+            Deadline.after(_FIRST_LOOK_S),
+            self._leaving,
+            peer_timeout_s=peer_timeout_s,
+            once=True,
         )
 
     def receive(self, destination: Destination, version: int | None, newer_than: int | None, deadline: Deadline) -> int:
@@ -87,9 +97,7 @@ class LinkedReceiving:
         if connection is not None:
             connection.close()
             self._connection = None
-        connection = meet(
-            self._rendezvous, self._channels, deadline, self._leaving, peer_timeout_s=self._peer_timeout_s
-        )
+        connection = meet(self._asking, self._channels, deadline, self._leaving, peer_timeout_s=self._peer_timeout_s)
         assert connection is not None
         self._connection = connection
         return connection
@@ -145,7 +153,7 @@ class LinkedReceiving:
             doubt = error
         key = decision_key(connection.incarnation, begin.session)
         try:
-            found = self._rendezvous.settle(key, ABORT)
+            found = self._asking.settle(key, ABORT, max(deadline.left_s(), _SETTLE_S_MIN))
         except HoldfastError as error:
             raise OutcomeUnknown(
                 f"whether the fleet commits version {begin.version} can't be learnt: {doubt}; nor can the rendezvous "

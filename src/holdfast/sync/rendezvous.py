@@ -5,7 +5,7 @@
     "tcp://host:port"      a TCPStore, which publisher rank 0 hosts there: two jobs of torchrun need no more
 
 Guarantees: a value is read whole or not at all. `Rendezvous.settle` gives every caller the first writer's value. No
-call here takes longer than a few seconds, whatever became of the other side.
+call here takes longer than some seconds, whatever became of the other side; by way of `Asking`, than its caller has.
 Assumes: one publisher a rendezvous. What a publisher that died has left behind is replaced by the next one.
 Does not: wait for a name to appear; whoever looks for it does.
 """
@@ -26,7 +26,8 @@ from holdfast.arguments import checked_path
 from holdfast.coordination import StoreBoard
 from holdfast.errors import ConfigError, StorageError
 from holdfast.store_client import BoardLost
-from holdfast.sync.waiting import Aside
+from holdfast.sync.deadline import Deadline
+from holdfast.sync.waiting import Aside, Leaving
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +39,7 @@ ABORT: Final = b"abort"
 _PREFIX: Final = "holdfast/sync"
 _TCP: Final = "tcp://"
 _CALL_S: Final = 5.0
+_CHECK_S: Final = 0.2
 _temporaries = itertools.count()
 
 
@@ -270,6 +272,49 @@ class TcpRendezvous:
             raise BoardLost(f"what listens at {self.shown} doesn't answer; it may be stopped, or no Store")
         made, self._connecting = self._connecting, None
         return made.result()
+
+
+class Unanswered(BoardLost):
+    """A call did not come back while its caller waited: what it would have said isn't known yet."""
+
+
+class Asking:
+    """Calls on a rendezvous whose host may have stopped: each for as long as its caller has, one at a time.
+
+    What doesn't come back in time is left behind on a thread of its own; the next call waits for it first.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, leaving: Leaving) -> None:
+        self.shown = rendezvous.shown
+        self._rendezvous = rendezvous
+        self._leaving = leaving
+        self._last: Aside | None = None
+        self._came_back = threading.Event()
+
+    def get(self, key: str, timeout_s: float) -> bytes | None:
+        found: bytes | None = self._ask(lambda: self._rendezvous.get(key), timeout_s)
+        return found
+
+    def settle(self, key: str, value: bytes, timeout_s: float) -> bytes:
+        return bytes(self._ask(lambda: self._rendezvous.settle(key, value), timeout_s))
+
+    def _ask(self, function: Callable[[], Any], timeout_s: float) -> Any:
+        """Raises as the calls do, `Unanswered` where it takes too long; `ConfigError` if the receiver is closed."""
+        deadline = Deadline.after(timeout_s)
+        if self._last is not None:
+            self._wait(self._last, deadline)
+        self._came_back.clear()
+        self._last = call = Aside(function, self._came_back.set)
+        self._wait(call, deadline)
+        return call.result()
+
+    def _wait(self, call: Aside, deadline: Deadline) -> None:
+        while not call.done:
+            self._leaving.check()
+            if deadline.passed():
+                raise Unanswered(f"{self.shown} did not answer in {deadline.timeout_s:.3g} s")
+            self._came_back.wait(min(deadline.left_s(), _CHECK_S))
+        self._last = None
 
 
 def hosts_here(advertised: str | None) -> tuple[str, ...]:

@@ -1,0 +1,127 @@
+"""A rendezvous whose host has stopped: receivers and fleets keep their own deadlines, and go on when it is back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from holdfast.errors import ConfigError, DeadlineExceeded
+from holdfast.store_client import BoardLost
+from holdfast.sync import Publisher, Receiver, SharedMemoryTransport
+from holdfast.sync.rendezvous import Asking, open_rendezvous
+from holdfast.sync.waiting import Leaving
+
+HOST = """
+import sys, torch.distributed as dist
+from datetime import timedelta
+port, limit = int(sys.argv[1]), timedelta(seconds=5)
+store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=limit)
+print("up", flush=True)
+sys.stdin.read()
+"""
+ANSWERED_S = 4.0
+"""More than a deadline itself that an answer may take here."""
+
+
+class Host:
+    """A Store in a process of its own that can be stopped."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", HOST, str(self.port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == b"up\n"
+
+    def stop(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    host = Host()
+    yield host
+    host.close()
+
+
+def store_of(host: Host) -> Any:
+    return dist.TCPStore("127.0.0.1", host.port, is_master=False, timeout=timedelta(seconds=5))
+
+
+@pytest.mark.parametrize("named", ["by address", "as a Store"])
+def test_a_stopped_rendezvous_costs_a_receiver_no_more_than_its_deadline(host: Host, named: str) -> None:
+    where = f"tcp://127.0.0.1:{host.port}" if named == "by address" else store_of(host)
+    with Receiver(SharedMemoryTransport(where)) as receiver:
+        host.stop()
+        for timeout_s in (0.5, 1.0):
+            began = time.monotonic()
+            with pytest.raises(DeadlineExceeded, match=r"did not answer|doesn't answer"):
+                receiver.receive({"w": torch.zeros(2)}, timeout=timeout_s)
+            assert time.monotonic() - began < timeout_s + ANSWERED_S
+        host.go_on()
+        with Publisher(SharedMemoryTransport(store_of(host)), bypass_cpu=False) as publisher:
+            publisher.publish({"w": torch.ones(2)}, 1)
+            into = {"w": torch.zeros(2)}
+            assert receiver.receive(into, timeout=30) == 1
+    assert into["w"].tolist() == [1, 1]
+
+
+def test_closing_a_receiver_that_looks_at_a_stopped_rendezvous_ends_it(host: Host) -> None:
+    receiver = Receiver(SharedMemoryTransport(store_of(host)))
+    host.stop()
+    found: list[BaseException] = []
+
+    def receive() -> None:
+        try:
+            receiver.receive({"w": torch.zeros(2)}, timeout=60)
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    time.sleep(0.3)
+    began = time.monotonic()
+    receiver.close()
+    thread.join(20)
+    assert time.monotonic() - began < 10
+    assert [type(error) for error in found] == [ConfigError]
+
+
+def test_a_call_that_comes_back_late_is_not_taken_for_the_next_ones_answer(tmp_path: Any) -> None:
+    rendezvous = open_rendezvous(tmp_path, hosting=False)
+    rendezvous.put("a", b"of a")
+    rendezvous.put("b", b"of b")
+    may_go, real = threading.Event(), rendezvous.get
+
+    def slow(key: str) -> bytes | None:
+        may_go.wait(20)
+        return real(key)
+
+    rendezvous.get = slow  # type: ignore[method-assign]
+    asking = Asking(rendezvous, Leaving())
+    with pytest.raises(BoardLost, match=os.path.basename(tmp_path)):
+        asking.get("a", 0.1)
+    threading.Timer(0.2, may_go.set).start()
+    assert asking.get("b", 10.0) == b"of b"
+    assert asking.settle("c", b"mine", 10.0) == b"mine"
