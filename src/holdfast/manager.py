@@ -203,7 +203,7 @@ class CheckpointManager:
         handles += exported
         for handle in handles if self._config.mode == "sync" else ():
             handle.exception()
-        self._raise_failures()
+        self._raise_failures(() if self._config.mode == "sync" else handles)
         return handles
 
     def save(self, step: int, *, metrics: Mapping[str, float] | None = None, final: bool = False) -> SaveHandle:
@@ -218,9 +218,9 @@ class CheckpointManager:
         self._check_open()
         checked_step(step)
         handle = self._start(step, metrics, final=final)
-        if final or self._config.mode == "sync":
+        if waits := final or self._config.mode == "sync":
             handle.exception()
-        self._raise_failures()
+        self._raise_failures(() if waits else (handle,))
         return handle
 
     def _start(
@@ -414,12 +414,12 @@ class CheckpointManager:
         if self._closed:
             raise ConfigError("this CheckpointManager is closed; make a new one")
 
-    def _raise_failures(self) -> None:
-        """Raise the first failure nobody was told of, or warn of all of them."""
+    def _raise_failures(self, started: Sequence[SaveHandle] = ()) -> None:
+        """Raise the first failure nobody was told of, or warn of all; those just ``started`` are for the next call."""
         failures: list[BaseException] = []
         kept: list[SaveHandle] = []
         for handle in self._handles:
-            if not handle.done():
+            if not handle.done() or handle in started:
                 kept.append(handle)
                 continue
             error = handle.exception(0)

@@ -632,6 +632,26 @@ def test_a_model_only_save_is_not_deleted_by_its_own_publication(tmp_path: Path)
         assert manager.steps() == [1, 2]
 
 
+def test_a_save_gives_its_handle_however_soon_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure is for the next call: else whether `save` returns or raises is a race with the thread that saves."""
+
+    def start(manager: CheckpointManager, *args: Any, **options: Any) -> holdfast.SaveHandle:
+        handle = real(manager, *args, **options)
+        handle.exception()
+        return handle
+
+    real = CheckpointManager._start
+    monkeypatch.setattr(CheckpointManager, "_start", start)
+    with Run().manager(tmp_path) as manager:
+        for step, act in enumerate((manager.save, lambda step: manager.step(step)[0]), start=1):
+            (tmp_path / f"step-{step}").mkdir()
+            (tmp_path / f"step-{step}" / "notes.txt").write_text("mine")
+            error = act(step).exception()
+            assert isinstance(error, CheckpointExists)
+            with pytest.raises(CheckpointExists):
+                manager.wait() if step == 1 else manager.save(step + 10)
+
+
 def test_only_what_a_run_left_behind_is_written_over(tmp_path: Path) -> None:
     saved_run(tmp_path, 5)
     run = Run(1)
