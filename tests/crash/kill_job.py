@@ -50,6 +50,7 @@ def begin() -> tuple[Reins, int]:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world > 1:
         dist.init_process_group("gloo")
+        dist.barrier()  # nobody is to be killed over which a rank is still connecting
     return Reins(rank), world
 
 
