@@ -41,15 +41,14 @@ class Run:
     name: str
     places: tuple[str, ...]
     flags: tuple[str, ...] = ()
-    nice: int = 0
     output: Path | None = None
     status: int | None = None
 
-    def command(self, flags: list[str]) -> list[str]:
+    def command(self, flags: list[str], nice: int) -> list[str]:
         # A cache for each: what failed last is written at the end of every run.
         cache = ("-o", f"cache_dir=.pytest_cache/{self.name.replace('/', '-')}")
         pytest = [sys.executable, "-m", "pytest", "-m", "not slow and not gpu", *cache, *self.flags, *flags]
-        return ["nice", "-n", str(self.nice), *pytest, *self.places]
+        return ["nice", "-n", str(nice), *pytest, *self.places]
 
     @property
     def failed(self) -> bool:
@@ -75,10 +74,10 @@ class Runs:
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def run(self, run: Run) -> None:
+    def run(self, run: Run, nice: int = 0) -> None:
         with open(run.output, "wb") if run.output else open(os.devnull, "wb") as output:
             where = {"stdout": output, "stderr": subprocess.STDOUT} if run.output else {}
-            process = subprocess.Popen(run.command(self.flags), stdin=subprocess.DEVNULL, cwd=ROOT, **where)
+            process = subprocess.Popen(run.command(self.flags, nice), stdin=subprocess.DEVNULL, cwd=ROOT, **where)
         self.running[run.name] = process
         run.status = process.wait()
         with self.lock:
@@ -87,13 +86,13 @@ class Runs:
                 sys.stdout.write(run.output.read_text(errors="replace"))
                 sys.stdout.flush()
 
-    def work(self) -> None:
+    def work(self, nice: int = 0) -> None:
         while True:
             with self.lock:
                 if not self.waiting:
                     return
                 run = self.waiting.popleft()
-            self.run(run)
+            self.run(run, nice)
 
     def stop(self) -> None:
         with self.lock:
@@ -108,15 +107,14 @@ def beside(outputs: Path) -> deque[Run]:
     runs = [(f"{BESIDE_IN_PARTS} {n + 1} of {PARTS}", tuple(files[n::PARTS])) for n in range(PARTS)]
     runs += [(" ".join(places), places) for places in BESIDE_WHOLE]
     return deque(
-        Run(name, places, BESIDE_LIMITS, BESIDE_NICE, outputs / f"{number}.txt")
-        for number, (name, places) in enumerate(runs)
+        Run(name, places, BESIDE_LIMITS, outputs / f"{number}.txt") for number, (name, places) in enumerate(runs)
     )
 
 
 def main(flags: list[str]) -> int:
     with tempfile.TemporaryDirectory() as outputs:
         runs = Runs(beside(Path(outputs)), flags)
-        other = threading.Thread(target=runs.work)
+        other = threading.Thread(target=runs.work, args=(BESIDE_NICE,))
         other.start()
         try:
             runs.run(Run("first", FIRST))
