@@ -26,8 +26,8 @@ FIRST = ("tests/contract", "tests/crash", "tests/distributed", "tests/simulation
 BESIDE_WHOLE = (("tests/property", "tests/fuzz", "tests/corruption"), ("tests/compat",))
 BESIDE_IN_PARTS = "tests/unit"
 PARTS = 3  # so that no run is much longer than the others
-BESIDE_NICE = 15  # below the engines that the first ones start
-# A test that gets a thirtieth of a core isn't hung when it takes two minutes.
+BESIDE_NICE = 10  # below the engines that the first ones start
+# A test that gets a tenth of a core isn't hung when it takes two minutes.
 BESIDE_LIMITS = ("-o", "timeout=900", "-o", "faulthandler_timeout=890")
 NOTHING_COLLECTED = 5
 CLOSING_LINE = re.compile(r"^=+ .* in [\d.]+s.* =+$")

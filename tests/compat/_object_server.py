@@ -18,7 +18,7 @@ from typing import Any
 
 KEYS = {"access_key_id": "somebody", "secret_access_key": "secret", "region": "us-east-1"}
 SIGNED = "AWS4-HMAC-SHA256 Credential=somebody/20200101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
-START_S = 60.0
+START_S = 300.0
 _numbers = itertools.count()
 
 Rule = Callable[[str, str], "str | None"]
@@ -45,7 +45,7 @@ class Server:
 
     def request(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
         """Past everything that is tested; this server looks at no signature."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20.0)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120.0)
         with contextlib.closing(connection):
             connection.request(method, path, body or None, {"Authorization": SIGNED})
             answer = connection.getresponse()
@@ -113,7 +113,7 @@ class Proxy:
                 if fate in ("busy", "denied"):
                     self.answer(503 if fate == "busy" else 403, [], b"<Error><Code>Fate</Code></Error>")
                     return
-                connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20.0)
+                connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120.0)
                 with contextlib.closing(connection):
                     connection.request(self.command, self.path, body, dict(self.headers.items()))
                     found = connection.getresponse()

@@ -36,7 +36,7 @@ def run(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProc
         [sys.executable, "-m", "holdfast", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
         env=environment,
         cwd=cwd,
@@ -334,7 +334,7 @@ def test_a_working_directory_that_is_gone_is_a_message(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": SOURCE},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
     )
     assert (ended.returncode, json.loads(ended.stdout)["error"]["kind"]) == (1, "StorageError")
@@ -368,7 +368,7 @@ def test_looking_imports_no_torch(made: Path) -> None:
         [sys.executable, "-c", code, *calls],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
         env=os.environ | {"PYTHONPATH": SOURCE},
     )
@@ -405,7 +405,7 @@ def test_the_page_shows_what_the_commands_print(tmp_path: Path) -> None:
                 env=os.environ | {"PYTHONPATH": SOURCE},
                 capture_output=True,
                 text=True,
-                timeout=60,
+                timeout=600,
                 check=False,
             )
             assert ended.returncode == 0, ended.stderr

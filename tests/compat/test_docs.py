@@ -59,7 +59,7 @@ def test_blocks_run(page: Path, tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
         check=False,
     )
     assert ended.returncode == 0, f"{name_of(page)}:\n{ended.stdout}\n{ended.stderr}"

@@ -30,7 +30,7 @@ def train(out: Path) -> None:
     command += ["--every", "2", "--size", "tiny", "--batch", "2", "--length", "64"]
     environment = {name: value for name, value in os.environ.items() if name not in {"RANK", "WORLD_SIZE"}}
     environment["PYTHONPATH"] = str(Path(holdfast.__file__).parents[1])
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
@@ -98,6 +98,6 @@ def test_the_loop_of_reinforcement_learning_holds(transport: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in {"RANK", "WORLD_SIZE"}}
     environment["PYTHONPATH"] = str(Path(holdfast.__file__).parents[1])
     command = [sys.executable, str(EXAMPLES / "rl_sync.py"), "--transport", transport]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, env=environment)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "logits are the same bits on both sides" in ended.stdout

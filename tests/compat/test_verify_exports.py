@@ -41,7 +41,7 @@ def document(*arguments: object, status: int = 0) -> dict[str, Any]:
         [sys.executable, "-m", "holdfast", *map(str, arguments), "--json"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
         env=os.environ | {"PYTHONPATH": SOURCE},
     )
@@ -196,7 +196,7 @@ def test_verifying_an_export_imports_no_torch(root: Path, foreign: Path) -> None
         [sys.executable, "-c", code, str(root), str(foreign)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
         env=os.environ | {"PYTHONPATH": SOURCE},
     )

@@ -463,7 +463,7 @@ def run_python(code: str) -> str:
     source = os.path.dirname(os.path.dirname(os.path.abspath(holdfast.__file__)))
     environment = {**os.environ, "PYTHONPATH": source}
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

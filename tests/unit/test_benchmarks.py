@@ -304,7 +304,7 @@ def test_the_page_cache_is_warmed_and_evicted(tmp_path: Path) -> None:
 
 def test_cpu_seconds_of_children_are_counted() -> None:
     before = tree_cpu_s(os.getpid())
-    subprocess.run([sys.executable, "-c", "for _ in range(6_000_000): pass"], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", "for _ in range(6_000_000): pass"], check=True, timeout=600)
     assert tree_cpu_s(os.getpid()) - before > 0.02
     assert os.getpid() in tree_of(os.getpid())
 

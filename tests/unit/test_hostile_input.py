@@ -75,7 +75,7 @@ print(number)
 
 def test_containers_that_python_releases_one_inside_the_other_are_not_nested() -> None:
     """A deque in a deque, and so on, would overflow the stack as they are released, also by an error further on."""
-    ended = subprocess.run([sys.executable, "-c", DEEP], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", DEEP], capture_output=True, text=True, timeout=600, check=False)
     assert (ended.returncode, ended.stdout) == (0, "4\n"), ended.stderr[-1000:]
     cyclic: deque[Any] = deque(range(3000))
     cyclic.append(deque([cyclic]))

@@ -73,4 +73,4 @@ def test_twenty_thousand_records_render_in_well_under_a_second():
 def test_rendering_imports_no_torch():
     code = "import sys, holdfast.format.torch_record, holdfast.format.manifest, holdfast.format.objects; "
     code += "import holdfast.format.dcp, holdfast.plan.index; assert 'torch' not in sys.modules, 'torch was imported'"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
