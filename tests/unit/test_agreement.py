@@ -13,7 +13,7 @@ from holdfast.coordination import LocalBoard
 from holdfast.errors import DeadlineExceeded, SaveFailed
 from holdfast.plan.structure import Structure, digest_of, encode_structure
 
-SOON_S = 5.0
+SOON_S = 30.0
 ENCODED = encode_structure(Structure((), (), ()))
 DIGEST = digest_of(ENCODED)
 

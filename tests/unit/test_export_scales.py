@@ -30,7 +30,7 @@ from holdfast.export.moves import KeyMapping, MappedTensor, Move
 from holdfast.export.plan import BUFFER_BYTES_MAX, ExportPlan, plan_export
 from holdfast.export.sources import Piece, Source
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 BLOCK_BYTES = 256
 
 

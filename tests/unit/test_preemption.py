@@ -24,7 +24,7 @@ from holdfast.preemption import Preemption
 from holdfast.testing.staging import Gate, held_copies
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-WAIT_S = 20.0
+WAIT_S = 120.0
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from holdfast.staging import layout
 from holdfast.staging.image import Image
 from holdfast.sync import DirectoryTransport, Publisher, Receiver, SharedMemoryTransport
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 
 
 class Run:

@@ -13,7 +13,7 @@ from holdfast.sync import Publisher, Receiver, SharedMemoryTransport
 from holdfast.sync.deadline import Deadline
 from holdfast.sync.transports.shared_memory import ReceiveSlots
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:

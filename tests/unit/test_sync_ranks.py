@@ -16,7 +16,7 @@ from holdfast.errors import ConfigError, DeadlineExceeded, HoldfastError, StateM
 from holdfast.group import Group
 from holdfast.sync import Publisher, Receiver, SharedMemoryTransport, publishing
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 Start = Callable[..., "Future[Any]"]
 Weights = dict[str, torch.Tensor]
 

@@ -23,7 +23,7 @@ from holdfast.sync import (
     rendezvous,
 )
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 Start = Callable[..., "Future[Any]"]
 
 

@@ -15,7 +15,7 @@ from holdfast.sync.deadline import Deadline
 from holdfast.sync.looks import Exchange, Looks
 from holdfast.sync.pieces import Look
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 120.0
 WORLD = 3
 
 

@@ -33,7 +33,7 @@ from holdfast.sync.links import Link
 from holdfast.sync.rendezvous import PLACES, DirectoryRendezvous, Places
 from holdfast.sync.transports.shared_memory import SendSlots
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 Start = Callable[..., "Future[Any]"]
 
 

@@ -110,7 +110,7 @@ def test_who_looks_at_versions_sees_that_a_tensor_was_received_into(inference: b
 
 # Over gloo, between threads of this process ----------------------------------------------------------------------
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 
 
 def bring(place: Path, versions: int, receivers: int, *, streaming: bool) -> list[Any]:

@@ -24,7 +24,7 @@ from holdfast.plan.structure import (
 from holdfast.plan.write import plan_rank, plan_save
 from holdfast.world_plan import Whole, WorldPlan, count_rows, tell_planned
 
-SOON_S = 5.0
+SOON_S = 60.0
 WORLD = 4
 STRUCTURE = Structure(
     layouts=(MeshLayout((WORLD,), tuple(range(WORLD)), (Placement("shard", 0),)),),
