@@ -221,3 +221,26 @@ def test_expanded_tensors_are_refused_before_anything_is_touched(streaming: bool
     with pytest.raises(ConfigError, match="b: elements of this tensor share memory"):
         destination.select(published(into))
     assert not destination.dirty
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize(
+    "unfit",
+    [
+        torch.zeros(2, 3, device="meta"),
+        torch.zeros(2, 3).to_sparse(),
+        torch.nested.nested_tensor([torch.ones(3), torch.ones(3)], layout=torch.jagged),
+    ],
+    ids=["meta", "sparse", "nested"],
+)
+def test_tensors_that_hold_no_bytes_are_refused_before_anything_is_touched(
+    streaming: bool, unfit: torch.Tensor
+) -> None:
+    """Each transport would find out in its own way, or not at all: a copy to the meta device goes through."""
+    unkept = nn.Module()
+    unkept.register_buffer("a", unfit, persistent=False)
+    for into in ({"a": unfit}, unkept):
+        destination = Applier().destination(into, streaming=streaming)
+        with pytest.raises(ConfigError, match=r"^a: "):
+            destination.select({"a": TensorInfo((2, 3), "float32")})
+        assert not destination.dirty

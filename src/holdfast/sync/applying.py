@@ -24,7 +24,7 @@ from torch import nn
 
 from holdfast import _torch_compat as compat
 from holdfast.errors import ConfigError
-from holdfast.state.entries import known_dtype, local_tensor, torch_dtype
+from holdfast.state.entries import check_tensor, known_dtype, local_tensor, torch_dtype
 from holdfast.state.modules import ModuleSource
 from holdfast.sync.layout import mismatch
 from holdfast.sync.pieces import check_writable, copy_all, named_tensors
@@ -195,6 +195,7 @@ class LiveTensors:
                 if live.needed:
                     missing.append(live.names[0])
                 continue
+            check_tensor(name, live.tensor)
             if (local := local_tensor(live.tensor)).numel():
                 check_writable(name, local)
             wanted[name] = live.tensor
