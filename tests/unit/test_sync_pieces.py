@@ -272,6 +272,34 @@ def test_nothing_is_received_into_memory_that_elements_share() -> None:
     assert wanted[0].box == whole((1, 3))
 
 
+@pytest.mark.parametrize(
+    ("shape", "strides", "shares"),
+    [
+        ((3, 3), (1, 1), True),
+        ((2, 3), (2, 1), True),
+        ((2, 2, 2), (4, 3, 1), True),
+        ((3, 2), (2, 3), False),
+        ((2, 2, 3), (1, 3, 2), True),
+        ((2, 3), (3, 1), False),
+        ((2, 3), (1, 2), False),
+        ((5, 0), (0, 1), False),
+        ((), (), False),
+    ],
+)
+def test_windows_that_slide_over_one_another_share_memory(
+    shape: tuple[int, ...], strides: tuple[int, ...], shares: bool
+) -> None:
+    """What ``unfold`` and ``as_strided`` make: each element received last would win, and nobody would be told."""
+    into = torch.zeros(32).as_strided(shape, strides)
+    if shares:
+        with pytest.raises(ConfigError, match="w: elements of this tensor share memory"):
+            places_of({"w": into})
+        return
+    places_of({"w": into})
+    into.copy_(torch.arange(into.numel()).reshape(shape))
+    assert torch.equal(into, torch.arange(into.numel()).reshape(shape).float())
+
+
 def test_new_memory_for_whole_tensors() -> None:
     pieces = [Piece("w", "float8_e5m2", (4, 2), (start, 0), (2, 2)) for start in (0, 2)]
     places = whole_places([*pieces, Piece("s", "bool", (), (), ())])

@@ -11,6 +11,7 @@ from operator import is_
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 import torch
 
 from holdfast import _torch_compat as compat
@@ -164,7 +165,23 @@ class Described(NamedTuple):
 
 def shares_memory(tensor: torch.Tensor) -> bool:
     """Whether one place in memory is several elements of ``tensor``, so that nothing can be written to it."""
-    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+    if 0 in tensor.shape:
+        return False
+    steps = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    reach = 0
+    for step, size in steps:
+        if step <= reach:  # a dimension steps within what inner ones reach: they may still pass one another
+            return step == 0 or _meet(steps)
+        reach += step * (size - 1)
+    return False
+
+
+def _meet(steps: Sequence[tuple[int, int]]) -> bool:
+    """Whether any two elements of these (stride, size) by dimension have the same place."""
+    places = np.zeros(1, dtype=np.int64)
+    for step, size in steps:
+        places = np.add.outer(places, np.arange(size, dtype=np.int64) * step).ravel()
+    return len(np.unique(places)) < len(places)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -210,8 +210,8 @@ def check_writable(name: str, local: torch.Tensor) -> None:
     """Raise `ConfigError` if nothing can be received into ``local``."""
     if shares_memory(local):
         raise ConfigError(
-            f"{name}: elements of this tensor share memory (it was expanded), so nothing can be received into it; give "
-            "a contiguous one",
+            f"{name}: elements of this tensor share memory (it was expanded or unfolded), so nothing can be received "
+            "into it; give a contiguous one",
             field=name,
         )
 
