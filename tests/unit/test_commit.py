@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 
+import msgspec
 import pytest
 from _protocol import (
     BRIEF,
@@ -106,6 +107,17 @@ def test_two_failing_ranks_agree_on_one_cause():
 
     outcomes = run_ranks(lambda rank: save(storage, boards[rank], 7, plan=plan, fail=lambda: fail(rank)), 3)
     assert len({str(error_of(outcome, 7)) for outcome in outcomes}) == 1
+
+
+def test_a_reason_that_is_no_text_travels_escaped():
+    """Names of files needn't be: what says one must reach the other ranks all the same."""
+    for error in (StateMismatch("no \udc80", missing=("a\udc80",)), StorageError("\udc80", path="/\udc80", errno=5)):
+        reason = AbortReason.of(error, rank=1)
+        cause = msgspec.msgpack.decode(msgspec.msgpack.encode(reason), type=AbortReason).cause()
+        assert type(cause) is type(error)
+        assert r"\udc80" in str(cause)
+    assert (cause.path, cause.errno) == (r"/\udc80", 5)
+    assert r"ValueError: \udc80" in AbortReason.of(ValueError("\udc80"), rank=0).message
 
 
 def test_what_keeps_the_coordinator_from_a_plan_is_what_every_rank_raises():

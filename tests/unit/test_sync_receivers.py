@@ -163,6 +163,18 @@ def test_others_of_a_fleet_are_told_whose_function_failed(tmp_path: Path, start:
         assert one.version is None
 
 
+def test_what_a_function_raises_reaches_the_publisher_though_it_is_no_text(tmp_path: Path, start: Start) -> None:
+    def refuse(name: str, tensor: torch.Tensor) -> None:
+        raise OSError("no file \udc80")  # as a name that isn't UTF-8 is read
+
+    transport = SharedMemoryTransport(tmp_path)
+    with Publisher(transport) as publisher, Receiver(transport) as receiver:
+        published = start(publisher.publish, weights(1), 1, TIMEOUT_S)
+        with pytest.raises(OSError, match="no file"):
+            receiver.receive(refuse, timeout=TIMEOUT_S)
+        assert published.result(2.0).lost == 1
+
+
 @pytest.mark.parametrize(
     ("one", "other"), [(SharedMemoryTransport, ProcessGroupTransport), (ProcessGroupTransport, SharedMemoryTransport)]
 )
