@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 STEP_MAX: Final = (1 << 63) - 1
 """The files and messages that carry a step keep 64 bits for it."""
+SECONDS_MAX: Final = 10**9
+"""More than thirty years. What waits below us takes ten times as much, and overflows at more."""
 
 
 def checked_path(path: object, *, field: str) -> str:
@@ -86,8 +88,10 @@ def checked_int(
 
 def checked_seconds(name: str, value: object) -> float:
     """``value`` if it can be a deadline; `ConfigError` naming ``name`` otherwise."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= SECONDS_MAX:
         raise ConfigError(
-            f"{name}: expected a finite number of seconds > 0 (every wait has a deadline), found {value!r}", field=name
+            f"{name}: expected a finite number of seconds > 0, at most {SECONDS_MAX:,} (every wait has a deadline), "
+            f"found {value!r}",
+            field=name,
         )
     return value

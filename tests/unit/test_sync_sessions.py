@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -364,6 +365,7 @@ def test_deadlines_say_what_was_waited_for(tmp_path: Path) -> None:
     "options",
     [
         {"bucket_bytes": 0},
+        {"bucket_bytes": 2**63},
         {"keep_versions": True},
         {"receivers": 0},
         {"bypass_cpu": 1},
@@ -388,15 +390,19 @@ def test_calls_that_cannot_be_are_refused(tmp_path: Path) -> None:
     for version in (-1, True, "1", 2**63):
         with pytest.raises(ConfigError, match="version"):
             publisher.publish(weights(1), version)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="timeout"):
-        receiver.receive(places(), timeout=0)
+    for timeout in (0, float("nan"), float("inf"), sys.maxsize, 10**400, 1e308, True, None, "1"):
+        with pytest.raises(ConfigError, match="timeout"):
+            receiver.receive(places(), timeout=timeout)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="timeout"):
+            publisher.publish(weights(1), 1, timeout=timeout)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="bypass_cpu"):
         publisher.pin(1)
     assert publisher.versions == ()
     for closed in (publisher, receiver):
         closed.close()
         closed.close()
-    with pytest.raises(ConfigError, match="closed"):
-        publisher.publish(weights(1), 1)
+    for call in (lambda: publisher.publish(weights(1), 1), lambda: publisher.pin(1), lambda: publisher.unpin(1)):
+        with pytest.raises(ConfigError, match="closed"):
+            call()
     with pytest.raises(ConfigError, match="closed"):
         receiver.receive(places())

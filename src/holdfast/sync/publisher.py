@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from holdfast.arguments import STEP_MAX, checked_seconds
 from holdfast.errors import ConfigError
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from holdfast.sync.seam import Transport
 
 __all__ = ["Published", "Publisher"]
+
+_BYTES_MAX: Final = (1 << 63) - 1
+"""Messages between the sides keep 64 bits for it."""
 
 
 class Publisher:
@@ -61,7 +64,7 @@ class Publisher:
         manager: CheckpointManager | None = None,
     ) -> None:
         options = PublisherOptions(
-            bucket_bytes=_positive("bucket_bytes", bucket_bytes),
+            bucket_bytes=_positive("bucket_bytes", bucket_bytes, most=_BYTES_MAX),
             bypass_cpu=checked_flag("bypass_cpu", bypass_cpu),
             keep_versions=_positive("keep_versions", keep_versions),
             atomic_fleet=checked_flag("atomic_fleet", atomic_fleet),
@@ -99,8 +102,7 @@ class Publisher:
                 ``atomic_fleet`` also a receiver.
             DeadlineExceeded: no receiver, or not all ranks, in time.
         """
-        if self._closed:
-            raise ConfigError("this publisher is closed; make a new one", field="publisher")
+        self._check_open()
         deadline = Deadline.after(checked_seconds("timeout", timeout))
         version = checked_version(version)
         published = self._half.publish(lambda: self._checked(weights, version), version, deadline)
@@ -119,16 +121,22 @@ class Publisher:
 
     def pin(self, version: int) -> None:
         """Keep ``version`` until it is unpinned. Raises `CheckpointNotFound` if it isn't kept (any more)."""
+        self._check_open()
         self._half.pin(checked_version(version))
 
     def unpin(self, version: int) -> None:
         """Let ``version`` go when its turn comes; fine if it isn't pinned."""
+        self._check_open()
         self._half.unpin(checked_version(version))
 
     @property
     def versions(self) -> tuple[int, ...]:
         """The versions that receivers can ask for, ascending."""
         return tuple(self._half.versions)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("this publisher is closed; make a new one", field="publisher")
 
     def close(self) -> None:
         """End all connections; receivers that wait are told. Idempotent."""
@@ -179,9 +187,10 @@ def _captures_of(manager: Any, *, bypass_cpu: bool) -> Shares:
     return captures
 
 
-def _positive(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} must be an integer >= 1, not {value!r}", field=name)
+def _positive(name: str, value: object, most: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1 or (most is not None and value > most):
+        bounds = ">= 1" if most is None else f"from 1 to {most}"
+        raise ConfigError(f"{name} must be an integer {bounds}, not {value!r}", field=name)
     return value
 
 
