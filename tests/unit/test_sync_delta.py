@@ -94,6 +94,21 @@ def test_another_structure_is_sent_whole() -> None:
     assert history.changed(2, 0) == [[], [], []]
 
 
+def test_nothing_is_based_on_a_number_that_means_two_things() -> None:
+    """A publish that failed may have arrived all the same; under its number others were published then."""
+    history, first, other = History(), values(), values()
+    first[0][0] = -1.0
+    other[0][ROWS - 1] = -1.0
+    record(history, 1, first)
+    record(history, 1, other)
+    record(history, 2, other)
+    assert history.changed(2, 1) is None
+    record(history, 3, other)
+    record(history, 3, other)
+    record(history, 4, other)
+    assert history.changed(4, 3) == [[], [], []]
+
+
 def test_only_so_many_versions_are_known() -> None:
     history = History(keep=2)
     for version in range(4):

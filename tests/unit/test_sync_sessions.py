@@ -26,6 +26,7 @@ from holdfast.errors import (
     DeadlineExceeded,
     OutcomeUnknown,
     PeerLost,
+    StateMismatch,
     WeightsDirty,
 )
 from holdfast.store_client import BoardLost
@@ -257,6 +258,45 @@ def test_a_version_that_nobody_has_committed_can_be_published_again(
         assert receiver.receive(into, timeout=TIMEOUT_S) == 1
         assert published.result().receivers == 1
         assert holds(into, 1)
+
+
+def test_what_is_published_under_a_number_again_is_no_base_of_a_delta(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A receiver commits and is cut off before it says so: the publisher can't know that this number is out."""
+    old = {"w": torch.arange(3 << 18).float()}  # three extents
+    lost, new = old["w"].clone(), old["w"].clone()
+    lost[0] = -1.0
+    new[1 << 18] = -1.0
+    newer = new.clone()
+    newer[-1] = -1.0
+    into, other = {"w": torch.zeros(3 << 18)}, {"w": torch.zeros(3 << 18)}
+    with (
+        Publisher(transport(tmp_path), delta=True, receivers=2) as publisher,
+        Receiver(transport(tmp_path)) as receiver,
+        Receiver(transport(tmp_path)) as second,
+    ):
+        received = [start(it.receive, to, None, TIMEOUT_S) for it, to in ((receiver, into), (second, other))]
+        publisher.publish(old, 1, TIMEOUT_S)
+        assert [it.result() for it in received] == [1, 1]
+        with monkeypatch.context() as patched:
+            unheard(patched, messages.Committed, cut=True)
+            cut_off = start(receiver.receive, into, None, TIMEOUT_S)
+            failed = start(second.receive, {"misnamed": torch.zeros(1)}, None, TIMEOUT_S)
+            with pytest.raises(StateMismatch):
+                publisher.publish({"w": lost}, 2, TIMEOUT_S)
+            assert cut_off.result() == 2
+            assert isinstance(failed.exception(), StateMismatch)
+        received = [start(second.receive, other, None, TIMEOUT_S)]
+        assert publisher.publish({"w": new}, 2, TIMEOUT_S).receivers == 1
+        published = start(publisher.publish, {"w": newer}, 3, TIMEOUT_S)
+        received.append(start(receiver.receive, into, None, TIMEOUT_S))
+        time.sleep(0.5)  # it is back, and asks; the other one is waited for
+        received.append(start(second.receive, other, None, TIMEOUT_S))
+        assert [it.result() for it in received] == [2, 3, 3]
+        assert published.result().receivers == 2
+        assert torch.equal(into["w"], newer)
+        assert torch.equal(other["w"], newer)
 
 
 def test_a_publisher_that_starts_again_with_the_version_that_is_out_is_refused(tmp_path: Path) -> None:

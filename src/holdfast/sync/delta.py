@@ -7,7 +7,8 @@ it; everything does where that version isn't known here, looked otherwise, or a 
 Guarantees: an extent that changed by any bit travels, but for the chance that its checksum stays the same
 (``sync.checksums``), which ends with the next full version. Keeps 8 bytes a MiB and version, for `keep` versions. What
 is decided is pure: the same for the same versions. Host tensors that aren't contiguous are copied one extent at a time.
-Assumes: one thread; a receiver's version is whole and is what was published under that number by this very publisher.
+Assumes: one thread; a receiver's version is whole and was published under that number by this very publisher. Where it
+published different things under one, since the first were not known to have arrived, nothing is based on that number.
 Does not: decide which version a receiver has, or send.
 """
 
@@ -75,7 +76,9 @@ class History:
             raise AssertionError(f"checksums of other extents than those of the {len(table)} pieces")
         is_full = self._count % self._full_every == 0
         self._count += 1
-        self._known[version] = _Known(table, sums, is_full=is_full)
+        before = self._known.get(version)
+        is_one = before is None or (before.is_one and before.table == table and before.sums == sums)
+        self._known[version] = _Known(table, sums, is_full=is_full, is_one=is_one)
         while len(self._known) > self._keep:
             self._known.popitem(last=False)
 
@@ -86,7 +89,7 @@ class History:
         """
         new = self._known[version]
         old = None if base is None else self._known.get(base)
-        if old is None or new.is_full or old.table != new.table:
+        if old is None or not old.is_one or new.is_full or old.table != new.table:
             return None
         return [
             _joined([box for box, one, other in zip(boxes, was, now, strict=True) if one != other])
@@ -104,6 +107,8 @@ class _Known:
     table: tuple[Piece, ...]
     sums: Sums
     is_full: bool
+    is_one: bool
+    """Whether nothing else was published under this number."""
 
 
 def narrowed(parts: Sequence[Part], changed: Sequence[Sequence[Box]] | None) -> list[Part]:

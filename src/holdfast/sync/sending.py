@@ -10,6 +10,7 @@ Does not: decide who is a member or what a loss means (``sync.coordinating``).
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -188,6 +189,7 @@ class Sender:
         self._next_seq = 0
         self._is_open = False
         self._plans: OrderedDict[str, list[Walk]] = OrderedDict()
+        self._deltas = itertools.count()
         self.bytes_sent = 0
 
     def send(self, session: Session, source: Source) -> None:
@@ -270,8 +272,8 @@ class Sender:
             parts[number] = narrowed(parts[number], changed)
         key = "/".join([source.digest, *(want.digest for want in wants)])
         if any(base is not None for base in bases):
-            # Nothing else will ever differ in the same way.
-            return self._walks(source, parts), f"{key}/{source.version}/{bases}", bases
+            # Nothing else will ever differ in the same way, not even what is published under this number again.
+            return self._walks(source, parts), f"{key}/{next(self._deltas)}", bases
         if key not in self._plans:
             self._plans[key] = self._walks(source, parts)
             while len(self._plans) > _PLANS_KEPT:
