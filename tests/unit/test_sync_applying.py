@@ -86,6 +86,39 @@ def test_the_shadow_is_used_again_and_known_to_hold_what_was_committed() -> None
     assert fourth.base is None
 
 
+def test_the_shadow_has_nothing_of_names_that_were_not_received_last() -> None:
+    """A tied module takes one of two names, say: the other one is no part of what the shadow holds then."""
+    applier, one, both = Applier(), {"a": torch.zeros(3)}, {"a": torch.zeros(3), "b": torch.zeros(2)}
+    for version, into, base in ((1, both, None), (2, one, 1), (3, both, None), (4, both, 3)):
+        destination = applier.destination(into, streaming=False)
+        bring(destination, into)
+        assert destination.base == base
+        destination.commit(version)
+
+
+@pytest.mark.parametrize("between", ["streaming", "function"])
+def test_nothing_builds_on_what_another_publisher_sent(between: str) -> None:
+    """Its versions may have the same numbers; the shadow is of the one before until a version comes by way of it."""
+    applier, into = Applier(), {"a": torch.zeros(3)}
+
+    def receive(to: Any, version: int, *, streaming: bool = False, first: bool = False) -> int | None:
+        destination = applier.destination(to, streaming=streaming)
+        if first:
+            destination.forget()
+        bring(destination, into)
+        base = destination.base
+        destination.commit(version)
+        return base
+
+    receive(into, 5)
+    if between == "streaming":
+        receive({"a": torch.zeros(3)}, 6, streaming=True, first=True)
+    else:
+        receive(lambda name, tensor: None, 6, first=True)
+    assert receive(into, 7) is None
+    assert receive(into, 8) == 7
+
+
 def test_streaming_builds_only_on_what_was_committed_to_the_same_tensors() -> None:
     applier, into, other = Applier(), {"a": torch.zeros(3)}, {"a": torch.zeros(3)}
     first = applier.destination(into, streaming=False)

@@ -64,7 +64,7 @@ class Applier:
             live = [_Live((name,), tensor, needed=True) for name, tensor in named_tensors(into, what="into").items()]
             return LiveTensors(into, live, self._kept, committed, streaming=streaming)
         if callable(into):
-            return Calls(into, committed, streaming=streaming)
+            return Calls(into, self._kept, committed, streaming=streaming)
         raise ConfigError(
             f"into is a {type(into).__name__}; expected an nn.Module, a dictionary of tensors, or a function "
             "apply(name, tensor)",
@@ -84,6 +84,15 @@ class _Kept:
         self.version: int | None = None
         self.live: tuple[int, dict[int, _Stamp]] | None = None
         """By the ``id`` of the tensor."""
+
+    def hold(self, version: int, names: Iterable[str]) -> None:
+        """The shadow of ``names`` holds this version whole. What it has of others is of an older one, and goes."""
+        self.version = version
+        self.shadow = {name: self.shadow[name] for name in names}
+
+    def forget(self) -> None:
+        """What is held is no version that anybody knows."""
+        self.version = self.live = None
 
 
 class _Stamp(NamedTuple):
@@ -239,6 +248,10 @@ class LiveTensors:
             self._base = None
         return memory
 
+    def forget(self) -> None:
+        self._base = None
+        self._kept.forget()
+
     def complete(self, name: str) -> None:
         """Nothing is to be done before `commit`."""
 
@@ -248,7 +261,7 @@ class LiveTensors:
             lives = [local_tensor(live) for live in self._wanted.values()]
             copy_all(lives, [local_tensor(self._kept.shadow[name]) for name in self._wanted])
             _finish(lives)
-            self._kept.version = version
+            self._kept.hold(version, self._wanted)
         self._kept.live = version, {id(live): _Stamp.of(live) for live in self._wanted.values()}
         self._committed(version)
         self.dirty = False
@@ -269,10 +282,11 @@ class Calls:
 
     base = None
 
-    def __init__(self, into: Apply, committed: Callable[[int], None], *, streaming: bool) -> None:
+    def __init__(self, into: Apply, kept: _Kept, committed: Callable[[int], None], *, streaming: bool) -> None:
         self.into = into
         self.streaming = streaming
         self.dirty = False
+        self.forget = kept.forget
         self._committed = committed
         self._published: Mapping[str, TensorInfo] = {}
         self._made: dict[str, torch.Tensor] = {}

@@ -141,6 +141,10 @@ class Destination(Protocol):
         """
         ...
 
+    def forget(self) -> None:
+        """What comes is of another publisher than what was received before: there is no `base`."""
+        ...
+
     def complete(self, name: str) -> None:
         """All bytes of ``name`` that this process holds are in `memory` and right."""
         ...

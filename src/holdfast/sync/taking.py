@@ -103,8 +103,10 @@ class Taker:
             if self._tables[rank].digest != table.digest:
                 raise HoldfastError(f"publisher rank {rank} names a table that it hasn't told")
         selection = self._select(destination)
+        if not own:
+            destination.forget()
         # What a session that was given up has written is no version any more.
-        base = destination.base if own and self._written is not destination else None
+        base = destination.base if self._written is not destination else None
         for rank, digest in enumerate(selection.digests):
             parts = None if digest == self._wanted[rank] else tuple(selection.parts[rank])
             connection.send(rank, messages.Wants(begin.session, digest, parts, base))
