@@ -180,6 +180,18 @@ def test_a_function_is_called_with_whole_tensors_of_its_own(streaming: bool) -> 
     assert calls[0][1].data_ptr() != calls[2][1].data_ptr()
 
 
+def test_a_function_is_called_with_nothing_of_a_session_that_was_given_up() -> None:
+    """One receive may see two sessions; the second may bring a newer version, of another structure."""
+    calls: list[str] = []
+    destination = Applier().destination(lambda name, tensor: calls.append(name), streaming=False)
+    for name in destination.select(published({"a": torch.ones(3), "b": torch.ones(2)})):
+        destination.memory(name)
+    tensors = {"a": torch.ones(5)}
+    bring(destination, tensors)
+    destination.commit(2)
+    assert calls == ["a"]
+
+
 def test_a_function_that_raises_leaves_it_dirty() -> None:
     def refuse(name: str, tensor: torch.Tensor) -> None:
         raise RuntimeError(name)

@@ -292,7 +292,7 @@ class Calls:
         self._made: dict[str, torch.Tensor] = {}
 
     def select(self, published: Mapping[str, TensorInfo]) -> tuple[str, ...]:
-        self._published = published
+        self._published, self._made = published, {}
         return tuple(published)
 
     def memory(self, name: str) -> torch.Tensor:
