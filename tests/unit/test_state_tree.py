@@ -20,6 +20,7 @@ from holdfast.state.per_rank import PerRank
 from holdfast.state.rng import RNG
 from holdfast.state.structure import structure_of
 from holdfast.state.tree import StateTree
+from holdfast.sync.applying import Applier
 
 
 def names(state: dict[str, Any], **options: Any) -> set[str]:
@@ -89,6 +90,17 @@ def test_a_module_that_rewrites_its_state_dict_is_named_in_the_log(caplog: pytes
     assert names({"m": nn.Sequential(Rewrites(1, 1))}) == {"m.0.weight", "m.0.bias"}
     assert "m.0" in caplog.text
     assert "Rewrites" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_module_of_torch_jit_is_refused_by_name() -> None:
+    """Their tables look like those of other modules and can't be walked: torch's own TypeError came out."""
+    inner = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
+    with pytest.raises(ConfigError, match=r"^model: 1\. was made by torch\.jit") as caught:
+        one_rank({"model": inner}).collect()
+    assert caught.value.field == "model"
+    with pytest.raises(ConfigError, match="into: the module was made by torch"):
+        Applier().destination(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)), streaming=False)
 
 
 def test_what_is_lazy() -> None:

@@ -7,7 +7,7 @@ Parameters of FSDP2 are always the *sharded* ones: a module left gathered (as th
 backward) is resharded first, which is what its own next use would do.
 
 Does not: run ``state_dict`` overrides or hooks. A module of the user's that has some is saved by its parameters and
-buffers, with one warning in the log. Does not support FSDP1 (`ConfigError`).
+buffers, with one warning in the log. Does not support FSDP1, nor modules of ``torch.jit`` (`ConfigError`).
 """
 
 from __future__ import annotations
@@ -129,6 +129,12 @@ class ModuleSource:
             raise ConfigError(
                 f"{joined(self.path)}: {prefix or 'the module'} is wrapped by FSDP1 "
                 "(FullyShardedDataParallel), which is not supported; use fully_shard (FSDP2)",
+                field=joined(self.path),
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{joined(self.path) or 'into'}: {prefix or 'the module'} was made by torch.jit, whose modules don't "
+                "have their tensors as others do; give the module that it was made of, or a dictionary of its tensors",
                 field=joined(self.path),
             )
         if type(module) not in _warned and compat.overrides_state_dict(module):
