@@ -98,7 +98,8 @@ class Connection:
     def stands(self) -> bool:
         """Whether no link has ended, as far as can be told without waiting."""
         try:
-            self._hear(0.0)
+            while self._hear(0.0):  # that a link has ended comes behind all that was said on it
+                pass
         except Aborted:
             return False
         return not self._ended
@@ -210,8 +211,11 @@ class Connection:
             self._beat_at = now + self._beat_s
             self.send_all(messages.Beat())
 
-    def _hear(self, timeout_s: float) -> None:
+    def _hear(self, timeout_s: float) -> bool:
+        """Take in what is said next; whether anything was, within the time."""
+        was_any = False
         for heard in self.hub.hear(timeout_s):
+            was_any = True
             assert isinstance(heard, tuple)
             link, said = heard
             rank = self._by_link[link]
@@ -225,6 +229,7 @@ class Connection:
                 self._heard[rank].append(said)
         if self.session in self._aborted:
             raise self._aborted.pop(self.session)
+        return was_any
 
     def _learn(self, rank: int, said: Message) -> None:
         """Keep what will be told by its digest alone from now on, also in a session that is over by the time."""
