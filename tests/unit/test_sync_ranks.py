@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from holdfast.coordination import LocalBoard
-from holdfast.errors import ConfigError, DeadlineExceeded, HoldfastError, StateMismatch
+from holdfast.errors import ConfigError, DeadlineExceeded, HoldfastError, PeerLost, StateMismatch
 from holdfast.group import Group
 from holdfast.sync import Publisher, Receiver, SharedMemoryTransport, publishing
 
@@ -24,10 +25,12 @@ Weights = dict[str, torch.Tensor]
 class Sides:
     """Two publisher ranks, each with a tensor of its own and one in common, and a receiver."""
 
-    def __init__(self, place: Path, start: Start, *, bypass_cpu: bool, peer_timeout_s: float = 5.0) -> None:
+    def __init__(
+        self, place: Path, start: Start, *, bypass_cpu: bool, peer_timeout_s: float = 5.0, bucket_bytes: int = 4096
+    ) -> None:
         groups = [Group(rank, 2, (0, 1), board) for rank, board in enumerate(LocalBoard.of_world(2))]
         transports = [SharedMemoryTransport(place, process_group=it, peer_timeout_s=peer_timeout_s) for it in groups]
-        made = [start(Publisher, it, bucket_bytes=4096, bypass_cpu=bypass_cpu) for it in transports]
+        made = [start(Publisher, it, bucket_bytes=bucket_bytes, bypass_cpu=bypass_cpu) for it in transports]
         self.publishers: list[Publisher] = [it.result(TIMEOUT_S) for it in made]
         self.receiver = Receiver(SharedMemoryTransport(place, peer_timeout_s=peer_timeout_s))
         self.into = {name: torch.zeros(5000) for name in ("common", "of 0", "of 1")}
@@ -92,6 +95,39 @@ def test_whatever_goes_wrong_on_one_rank_both_are_told_and_go_on(
         sides.publish(0, version + 1, timeout=0.1).result(TIMEOUT_S)
     sides.go_on(version + 1)
     sides.go_on(version + 2)
+    sides.close()
+
+
+def test_a_rank_that_has_done_its_part_of_a_session_is_not_silent(tmp_path: Path, start: Start) -> None:
+    """The session goes on at rank 0 for as long as receivers need; one that takes too long is no fault of its."""
+
+    def dawdle(name: str, tensor: torch.Tensor) -> None:
+        time.sleep(0.5)
+
+    sides = Sides(tmp_path, start, bypass_cpu=True, peer_timeout_s=0.6)
+    received = start(sides.receiver.receive, dawdle, None, TIMEOUT_S)
+    for published in [sides.publish(rank, 1) for rank in range(2)]:
+        assert (published.result(TIMEOUT_S).receivers, published.result().lost) == (0, 1)
+    assert received.result(TIMEOUT_S) == 1
+    sides.go_on(2)
+    sides.close()
+
+
+@pytest.mark.parametrize("bucket_bytes", [4096, 1 << 20])
+def test_a_receiver_that_falls_silent_costs_another_nothing(tmp_path: Path, start: Start, bucket_bytes: int) -> None:
+    """Whichever rank notices first; and where the other one has committed, and says nothing more to the ranks."""
+    going_on = threading.Event()
+    sides = Sides(tmp_path, start, bypass_cpu=True, peer_timeout_s=1.0, bucket_bytes=bucket_bytes)
+    with Receiver(SharedMemoryTransport(tmp_path)) as other:
+        silent = start(other.receive, lambda name, tensor: going_on.wait(TIMEOUT_S), None, TIMEOUT_S, streaming=True)
+        time.sleep(0.2)
+        received = start(sides.receiver.receive, sides.into, None, TIMEOUT_S)
+        for published in [sides.publish(rank, 1) for rank in range(2)]:
+            assert (published.result(TIMEOUT_S).receivers, published.result().lost) == (1, 1)
+        assert received.result(TIMEOUT_S) == 1
+        sides.go_on(2)
+        going_on.set()
+        assert isinstance(silent.exception(TIMEOUT_S), (PeerLost, type(None)))  # it may have had all of it already
     sides.close()
 
 

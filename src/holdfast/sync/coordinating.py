@@ -126,6 +126,8 @@ class Coordinator:
             for member in session.members:
                 if member.name == message.receiver and not member.is_over:
                     member.state, member.reason = "lost", message.reason
+                    # Without that rank it can be in no other session; where it lives it will come anew.
+                    member.guest.ask, member.guest.settled = None, session.version
 
     def heard(self, guest: Guest, message: Message) -> None:
         """What a receiver says; what is said of a session that is over is ignored."""

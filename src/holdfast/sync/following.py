@@ -66,7 +66,10 @@ class Follower:
         member = self.session.member(guest) if self.session is not None else None
         if self.session is None or member is None or getattr(message, "session", None) != self.session.number:
             return
-        self.session.heard(member, message)
+        if isinstance(message, messages.Committed):
+            member.state = "committed"  # it speaks no more, and needn't
+        else:
+            self.session.heard(member, message)
 
     def lost(self, guest: Guest, reason: AbortReason) -> None:
         member = self.session.member(guest) if self.session is not None else None

@@ -1,7 +1,7 @@
 """The words between publisher ranks and receivers: tagged msgpack structs, framed by ``engine.wire``. Torch-free.
 
-    receiver -> every publisher rank   Hello; in a session Wants, Taken*, Beat; Failed when it can't go on; Leave
-    receiver -> rank 0                 Ask; in a session also Ready, Committed or Aborted; Broke
+    receiver -> every publisher rank   Hello; in a session Wants, Taken*, Beat, Committed; Leave
+    receiver -> rank 0                 Ask; in a session also Ready, Aborted; Broke; Failed when it can't go on
     publisher rank -> receiver         in a session Table, Plan, Bucket*, Beat; Leave
     rank 0 -> receiver                 Begin, Commit, Abort; Refused when an Ask can't be met
     rank 0 -> publisher rank           Begin, Abort, Finished

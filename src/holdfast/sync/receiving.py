@@ -127,7 +127,7 @@ class LinkedReceiving:
                 continue
             connection.phase = "commit"
             destination.commit(begin.version)
-            connection.send(0, messages.Committed(begin.session))
+            connection.send_all(messages.Committed(begin.session))
             return begin.version
 
     def _begun(self, connection: Connection, ask: messages.Ask, deadline: Deadline) -> messages.Begin:

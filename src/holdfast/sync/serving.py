@@ -284,6 +284,8 @@ class Server:
                 raise self._lost_rank
             if not isinstance(said, messages.Beat):
                 self._role.heard_rank(rank, said)
+            elif self.rank and self._role.session is None:
+                link.send(messages.Beat())  # rank 0 is at a session that this rank has done its part of
 
     def _introduce(self, link: Link, said: Any) -> None:
         if isinstance(said, messages.Hello) and said.token == self._places.token:
