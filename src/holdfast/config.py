@@ -67,8 +67,8 @@ class CheckpointConfig:
     Names
         name_template: directory of one step; has exactly one field, ``{step}``.
     Limits
-        stage_timeout, persist_timeout, commit_timeout: seconds, > 0: until copies are complete and ranks agree; until
-            every rank's bytes are durable; until published.
+        stage_timeout, persist_timeout, commit_timeout: seconds, > 0 and at most 1e8: until copies are complete and
+            ranks agree; until every rank's bytes are durable; until published.
         writers: engine threads a rank that write and hash; 1 to 16.
         io_limit_bytes_per_s: what one rank's engine may write a second; >= 1 MiB, or None for no limit.
         nice: scheduling priority of the engine; 0 to 19.
@@ -80,7 +80,7 @@ class CheckpointConfig:
     Preemption
         save_on_signal: signals on which `CheckpointManager.step` saves, on every rank at the same step, and then does
             what the signal would have done; numbers, `signal.Signals` or names, one or several.
-        signal_timeout: seconds from a signal until the process ends, saved or not; > 0.
+        signal_timeout: seconds from a signal until the process ends, saved or not; > 0 and at most 1e8.
     """
 
     every: int | None = 500
@@ -160,7 +160,7 @@ def _initial_path(value: object) -> str | None:
     if value is None:
         return None
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
-    if not isinstance(path, str) or not path or "://" in path:
+    if not isinstance(path, str) or not path or "://" in path or "\0" in path:
         raise unfit(_OWNER, "initial_load_path", value, "the path of a directory, or None")
     return path
 

@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from holdfast.arguments import checked_wait
 from holdfast.errors import DeadlineExceeded
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class SaveHandle:
         timeout: seconds; None for the configured `stage_timeout`. Raises `DeadlineExceeded`; a save that has failed
         doesn't raise here, but in `result`.
         """
-        self._wait_staged(self, timeout)
+        self._wait_staged(self, checked_wait(timeout))
 
     def result(self, timeout: float | None = None) -> Checkpoint:
         """Return the published `Checkpoint`; of an export, the Hugging Face directory as one.
@@ -126,7 +127,8 @@ class SaveHandle:
         return asyncio.wrap_future(self._future).__await__()
 
     def _settle(self, timeout: float | None) -> None:
-        limit_s = self._default_timeout_s if timeout is None else timeout
+        given_s = checked_wait(timeout)
+        limit_s = self._default_timeout_s if given_s is None else given_s
         deadline = time.monotonic() + limit_s
         # Only the thread that trains can say that the state held still, and only it would keep the save waiting.
         if not self._future.done() and threading.get_ident() == self._thread_id:

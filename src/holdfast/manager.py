@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from holdfast.agreement import Votes
-from holdfast.arguments import checked_path, checked_step
+from holdfast.arguments import checked_path, checked_step, checked_wait
 from holdfast.capture import SaveRequest
 from holdfast.config import CheckpointConfig
 from holdfast.errors import CheckpointNotFound, ConfigError, HoldfastError
@@ -87,7 +87,8 @@ class CheckpointManager:
         error: BaseException | None = None
         try:
             self._root = checked_path(root, field="root")
-            self._tree = self._tree_of(state, auto_rng=True)
+            group = self._group
+            self._tree = StateTree(state, rank=group.rank, world=group.world, group_ranks=group.ranks, auto_rng=True)
             if config.load_model_only or config.initial_load_path is not None:
                 self._tree.modules_only()
             self._storage = LocalStorage(self._root)
@@ -281,17 +282,18 @@ class CheckpointManager:
     def wait_staged(self, timeout: float | None = None) -> None:
         """Return when captured state may be changed. timeout: seconds, None for `stage_timeout`; `DeadlineExceeded`."""
         if self._saver is not None:
-            self._saver.wait_staged(timeout)
+            self._saver.wait_staged(checked_wait(timeout))
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when every save started so far has ended; raises the first failure as `on_error` says.
 
         timeout: seconds, None for the sum of the configured deadlines; `DeadlineExceeded`.
         """
+        limit_s = checked_wait(timeout)
         if self._saver is not None:
-            self._saver.wait(timeout)
+            self._saver.wait(limit_s)
         if self._exports is not None:
-            self._exports.wait(timeout)
+            self._exports.wait(limit_s)
         self._raise_failures()
 
     @property
@@ -327,8 +329,9 @@ class CheckpointManager:
         that nobody has been told yet, as `on_error` says; the manager is closed all the same. A signal to save on that
         found no further `step` does now what it would have done.
         """
+        limit_s = checked_wait(timeout)
         try:
-            self._close(timeout)
+            self._close(limit_s)
         finally:
             if self._preemption is not None:
                 self._preemption.leave()
@@ -381,10 +384,6 @@ class CheckpointManager:
             lock.release()
         self._votes.leave()
         self._group.board.close()
-
-    def _tree_of(self, state: Mapping[str, Any], *, auto_rng: bool) -> StateTree:
-        group = self._group
-        return StateTree(state, rank=group.rank, world=group.world, group_ranks=group.ranks, auto_rng=auto_rng)
 
     def _trees_for(self, *, model_only: bool) -> StateTree:
         if model_only and self._model_tree is None:
