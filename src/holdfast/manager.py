@@ -264,8 +264,8 @@ class CheckpointManager:
 
     def _start_for_signal(self, step: int, metrics: Mapping[str, float] | None) -> SaveHandle:
         """A save of the whole state, whatever the last-save options: to be resumed from. It is never skipped."""
-        if self._last is not None and self._last.step == step:
-            return self._last
+        if (last := self._last) and last.step == step and (last.exception() is None or last.stage != "skipped"):
+            return last
         for handle in self._handles if self._config.when_busy == "skip" else ():
             handle.exception()
         return self._start(step, metrics, final=False)

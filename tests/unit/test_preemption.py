@@ -151,6 +151,21 @@ def test_a_step_that_was_saved_just_now_is_that_save(tmp_path: Path) -> None:
     check_saved(tmp_path, run, 3)
 
 
+def test_a_step_whose_save_was_skipped_just_now_is_saved_for_the_signal(tmp_path: Path) -> None:
+    """What was asked for by `save` may be left out when there is no time for it; what a signal asks for may not."""
+    run = Run(tmp_path, when_busy="skip", in_flight=1, io_limit_bytes_per_s=1 << 20)
+    run.manager.save(1)
+
+    def save_and_send() -> None:
+        assert run.manager.save(3, metrics={"loss": 3.0}).exception() is not None, "not skipped"
+        run.send()
+
+    with pytest.raises(SystemExit) as ended, run.manager, held_copies():
+        run.until(9, {3: save_and_send})
+    assert ended.value.code == 143
+    check_saved(tmp_path, run, 3)
+
+
 def test_a_signal_while_an_update_waits_for_copies(tmp_path: Path) -> None:
     run = Run(tmp_path, every=3)
 
