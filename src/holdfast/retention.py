@@ -19,14 +19,19 @@ Does not: delete (the caller does, by renaming to trash), or decide what is publ
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from holdfast.errors import ConfigError
 from holdfast.lineage import Lineage, in_order
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+
+_TICK_S: Final = 1e-6
+"""Of the clock in manifests: no shorter slots are told apart."""
 
 
 def _check_count(owner: str, name: str, value: object, *, at_least: int) -> None:
@@ -87,10 +92,7 @@ class Keep:
             _check_count("Keep", "every", self.every, at_least=1)
         minutes: object = self.minutes
         if minutes is not None and (
-            isinstance(minutes, bool)
-            or not isinstance(minutes, (int, float))
-            or not math.isfinite(minutes)
-            or minutes <= 0
+            isinstance(minutes, bool) or not isinstance(minutes, (int, float)) or not 0 < minutes <= sys.float_info.max
         ):
             raise ConfigError(f"Keep.minutes must be a number above 0, not {minutes!r}", field="minutes")
         best: object = self.best
@@ -141,7 +143,7 @@ def select_deletions(entries: Sequence[Entry], keep: Keep, published: int | None
 def _first_of_each_slot(ordered: Sequence[Entry], minutes: float) -> list[int]:
     first: dict[int, int] = {}
     for entry in ordered:
-        first.setdefault(math.floor(entry.created_s / (minutes * 60)), entry.step)
+        first.setdefault(math.floor(entry.created_s / max(_TICK_S, minutes * 60)), entry.step)
     return list(first.values())
 
 

@@ -31,6 +31,11 @@ def test_every_keeps_multiples():
     assert select_deletions(entries(5, 10, 15, 20, 25), Keep(last=1, every=10)) == [5, 15]
 
 
+@pytest.mark.parametrize("minutes", [5e-324, 1e-300, 1e-9])
+def test_stretches_shorter_than_the_clock_tells_keep_all(minutes):
+    assert select_deletions(entries(1, 4, 5), Keep(last=1, minutes=minutes)) == []
+
+
 def test_minutes_keep_the_first_of_each_stretch():
     assert select_deletions(entries(1, 4, 5, 9, 10, 14, 16), Keep(last=1, minutes=5)) == [4, 9, 14]
 
@@ -68,6 +73,7 @@ def test_a_model_only_save_does_not_take_the_place_of_a_resumable_one():
         (lambda: Keep(minutes=0), "minutes"),
         (lambda: Keep(minutes=math.nan), "minutes"),
         (lambda: Keep(minutes=math.inf), "minutes"),
+        (lambda: Keep(minutes=10**400), "minutes"),
         (lambda: Keep(best="loss"), "best"),
         (lambda: Best(""), "metric"),
         (lambda: Best(3), "metric"),
