@@ -10,6 +10,7 @@ Does not: read (``loader``), or say what counts as newest (``keeping``).
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
 import warnings
@@ -123,12 +124,11 @@ class Resumer:
         if group.rank == 0:
             try:
                 found = self._keeper.candidates(step)
-                listing = "\n".join(f"{number} {name}" for number, name in found).encode()
+                listing = json.dumps(found).encode()
             except (HoldfastError, OSError) as failed:
                 error = failed
         listing = votes.share(listing, error, timeout_s=self._config.stage_timeout)
-        rows = [line.split(" ", 1) for line in listing.decode().splitlines()]
-        return [(int(number), name) for number, name in rows]
+        return [(number, name) for number, name in json.loads(listing)]
 
     def _options(self, *, model_only: bool, key_map: Any = None) -> LoadOptions:
         return LoadOptions(

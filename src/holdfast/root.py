@@ -196,8 +196,8 @@ def checked_template(owner: str, template: object, *, example: str) -> None:
         raise unfit(owner, "name_template", template, expected)
     try:
         names = [template.format(step=step) for step in _SAMPLE_STEPS]
-        # Names are read back to find what is there: a format such as {step:x} could not be.
-        found = [step_of(name, template) for name in names]
+        # Names are read back to find what is there: a format such as {step:x} could not be. Files hold them in UTF-8.
+        found = [step_of(name.encode().decode(), template) for name in names]
     except (ConfigError, ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:
         raise unfit(owner, "name_template", template, expected) from error
     if found != list(_SAMPLE_STEPS) or any({"/", "\0"} & set(name) or name.startswith(".") for name in names):

@@ -68,7 +68,7 @@ BAD: list[tuple[str, Any]] = [
     *each("load_step", -2, 1.0, "5", False),
     *each("name_template", "step", "{step}/x", ".step-{step}", "{a}-{step}", "{step}{step}", "{}", "{step", 7),
     *each("name_template", "{step!r}/", "a{step}\0", "{step.real}", "{step:x}", "{step:,}", "{step:.1f}"),
-    *each("name_template", "{step[0]}", "{step:c}"),
+    *each("name_template", "{step[0]}", "{step:c}", "\udcff-{step}"),
     *each("in_flight", 0, 5, 1.0, None, True),
     *each("when_busy", "drop", None),
     *each("on_error", "ignore", None),

@@ -797,6 +797,27 @@ def test_retention(keep: Keep | None, expected: list[int], tmp_path: Path) -> No
     assert [entry for entry in os.listdir(tmp_path) if entry.endswith(".trash")] == []
 
 
+@pytest.mark.parametrize("step", [-1, "1", "../../lock", 1.0, True, 10**30], ids=repr)
+def test_what_is_no_step_is_neither_pinned_nor_restored(step: Any, tmp_path: Path) -> None:
+    """A number too large for messages between ranks, or a name that leads out of the pins, as any other."""
+    with Run().manager(tmp_path) as manager:
+        manager.save(1).result()
+        for act in (manager.pin, manager.unpin, manager.restore):
+            with pytest.raises(ConfigError, match="step must be"):
+                act(step)
+
+
+@pytest.mark.parametrize("template", ["a\n{step}", "{step}\u2028b", "{step} \r\v\x1c"], ids=repr)
+def test_names_of_more_than_one_line_are_resumed_from(template: str, tmp_path: Path) -> None:
+    with Run().manager(tmp_path, name_template=template) as manager:
+        for step in (1, 2):
+            manager.save(step).result()
+    with Run(seed=1).manager(tmp_path, name_template=template) as manager:
+        assert manager.steps() == [1, 2]
+        assert manager.restore() == 2
+        assert manager.restore(1) == 1
+
+
 def test_pins_outlive_retention_and_the_manager(tmp_path: Path) -> None:
     run = Run()
     with run.manager(tmp_path, keep=Keep(last=1)) as manager:
