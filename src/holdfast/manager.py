@@ -436,6 +436,7 @@ class CheckpointManager:
     def _set_pin(self, step: int, *, pinned: bool) -> None:
         if self._config.load_only:
             raise ConfigError("this manager was made with load_only=True and never writes", field="load_only")
+        checked_step(step)
         if self._group.rank == 0:
             self._keeper.set_pin(step, pinned=pinned)
         elif pinned and step not in self.steps():

@@ -17,6 +17,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, Final
 
 from holdfast import events
+from holdfast.arguments import checked_step
 from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, HoldfastError, StorageError
 from holdfast.format.manifest import MANIFEST_NAME
 from holdfast.loader import LoadOptions, is_corrupt, load_state
@@ -57,6 +58,8 @@ class Resumer:
         """As `CheckpointManager.restore`; ``votes`` are those of ``group``, on this thread."""
         if step is None and self._config.load_step is not None and self._config.load_step >= 0:
             step = self._config.load_step
+        if step is not None:
+            checked_step(step)
         try:
             return self._restore_first(self._candidates(step, group, votes), step, group, votes)
         except CheckpointNotFound:
