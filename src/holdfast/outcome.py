@@ -4,8 +4,7 @@
     Aborted     given up for a reason that is the same on every rank
     InDoubt     the coordinator itself could not learn what became of it
 
-Guarantees: an error of ours comes out of an `AbortReason` with the class, message and attributes it went in with; but
-what is no text in them, as names of files can be, comes out escaped.
+Guarantees: an error of ours comes out of an `AbortReason` with the class, message and attributes it went in with.
 Does not: decide anything (``commit`` does).
 """
 
@@ -20,6 +19,8 @@ from holdfast.errors import CheckpointExists, ConfigError, HoldfastError, SaveFa
 
 Deed = Literal["save", "export"]
 """What an attempt is, for messages."""
+_INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1
+"""What messages between ranks can carry."""
 _EARLIER: Final = {"save": "checkpoints", "export": "exports"}
 
 
@@ -41,15 +42,15 @@ class AbortReason(msgspec.Struct, frozen=True, tag="abort"):
     def of(cls, error: BaseException, *, rank: int, unreported: bool = False) -> AbortReason:
         """``error`` of ``rank``, as it travels."""
         ours = _class_of(type(error).__name__) is type(error)
-        fields = {key: _told(value) for key, value in vars(error).items() if _travels(value)} if ours else {}
+        fields = {key: _sent(value) for key, value in vars(error).items() if _travels(value)} if ours else {}
         path, errno = getattr(error, "path", None), getattr(error, "errno", None)
         if ours and isinstance(error, OSError):
             fields["errno"] = errno  # a slot of OSError, so not among its variables
         return cls(
             rank=rank,
             kind=type(error).__name__ if ours else "",
-            message=_told(str(error) if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"),
-            path=_told(path) if isinstance(path, str) else None,
+            message=_sent(str(error) if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"),
+            path=_sent(path) if isinstance(path, str) else None,
             errno=errno if isinstance(errno, int) else None,
             unreported=unreported,
             fields=fields,
@@ -114,11 +115,13 @@ def _class_of(name: str) -> type[HoldfastError] | None:
 def _travels(value: object) -> bool:
     if isinstance(value, (tuple, list)):
         return all(_travels(item) for item in value)
-    return value is None or isinstance(value, (str, int, float))
+    if isinstance(value, int):
+        return _INT_MIN <= value <= _INT_MAX
+    return value is None or isinstance(value, (str, float))
 
 
-def _told(value: Any) -> Any:
-    """What `_travels`, as UTF-8 can write it."""
+def _sent(value: Any) -> Any:
+    """``value`` with what UTF-8 can't write escaped: names of files, which errors tell, may be any bytes."""
     if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode("utf-8")
-    return tuple(map(_told, value)) if isinstance(value, (tuple, list)) else value
+        return value.encode(errors="backslashreplace").decode()
+    return tuple(map(_sent, value)) if isinstance(value, (tuple, list)) else value

@@ -28,6 +28,7 @@ from _protocol import (
 from holdfast.commit import Aborted, AbortReason, Attempt, Deadlines, Published
 from holdfast.coordination import BoardLost, LocalBoard
 from holdfast.errors import (
+    CheckpointCorrupt,
     CheckpointExists,
     ConfigError,
     DeadlineExceeded,
@@ -661,6 +662,18 @@ def test_errors_travel_whole():
     assert "MemoryError: none left" in str(foreign)
     assert "step 7" in str(foreign)
     assert "rank 3" in str(foreign)
+
+
+def test_what_utf8_or_64_bits_cannot_hold_does_not_keep_an_error_from_travelling():
+    """Names of files may be any bytes: the rank that failed could not say so, and the others waited for it."""
+    own = CheckpointCorrupt("/data/caf\udce9 is missing", path="/data/caf\udce9", byte_range=(0, 1 << 70))
+    foreign = RuntimeError("can't parse /data/\udcff")
+    for error in (own, foreign):
+        reason = AbortReason.of(error, rank=1)
+        again = msgspec.msgpack.decode(msgspec.msgpack.encode(reason), type=AbortReason)
+        assert again == reason
+        assert isinstance(again.error(step=7), SaveFailed)
+    assert "caf\\udce9" in str(AbortReason.of(own, rank=1).cause())
 
 
 def test_the_table_is_the_protocol():
