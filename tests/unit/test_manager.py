@@ -797,6 +797,18 @@ def test_retention(keep: Keep | None, expected: list[int], tmp_path: Path) -> No
     assert [entry for entry in os.listdir(tmp_path) if entry.endswith(".trash")] == []
 
 
+def test_a_link_that_leads_nowhere_does_not_keep_a_run_from_its_root(tmp_path: Path) -> None:
+    """Neither a dangling one nor one that leads to itself, whatever step it is named after."""
+    saved_run(tmp_path, 2, every=1)
+    (tmp_path / "step-7").symlink_to("nowhere")
+    (tmp_path / "step-8").symlink_to("step-8")
+    with Run().manager(tmp_path, every=1) as manager:
+        assert manager.steps() == [1, 2]
+        assert manager.restore() == 2
+        assert holdfast.open(tmp_path).step == 2
+        assert manager.save(3).result().step == 3
+
+
 @pytest.mark.parametrize("step", [-1, "1", "../../lock", 1.0, True, 10**30], ids=repr)
 def test_what_is_no_step_is_neither_pinned_nor_restored(step: Any, tmp_path: Path) -> None:
     """A number too large for messages between ranks, or a name that leads out of the pins, as any other."""

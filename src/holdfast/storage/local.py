@@ -216,6 +216,8 @@ class LocalStorage:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
+            if error.errno == errno.ELOOP:  # a link on the way leads nowhere, as a dangling one
+                return None
             _refuse(error, "look at", path)
 
     def list_dir(self, name: str) -> list[str]:
