@@ -21,7 +21,7 @@ import functools
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import xxhash
@@ -63,7 +63,7 @@ from holdfast.storage import lease
 from holdfast.transitions import Actor, State, advance
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from holdfast.storage.protocol import Storage
 
@@ -90,6 +90,8 @@ class RecoveryReport:
     """Hidden entries that are gone, or in the hands of ``remove``."""
     left: tuple[str, ...] = ()
     """Hidden entries that could not be settled: the storage refused, or a save is at work. Tried again next time."""
+    why: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Of each of ``left``, what kept it from being settled."""
 
 
 class _Unfinished(Exception):
@@ -154,7 +156,7 @@ class _Recovery:
         self.rolled_forward: list[str] = []
         self.restored: list[str] = []
         self.removed: list[str] = []
-        self.left: list[str] = []
+        self.left: dict[str, str] = {}
         self.unclaimed: dict[str, str] = {}
         """Names that others are saving to, and who."""
 
@@ -189,7 +191,9 @@ class _Recovery:
             elif entry.kind == "trash":
                 self._discard(entry.entry)
         self.storage.sync_dir("")
-        return RecoveryReport(tuple(self.rolled_forward), tuple(self.restored), tuple(self.removed), tuple(self.left))
+        return RecoveryReport(
+            tuple(self.rolled_forward), tuple(self.restored), tuple(self.removed), tuple(self.left), self.left
+        )
 
     def _guarded(self, entry: HiddenEntry, settle: Callable[[], None]) -> None:
         """One entry that can't be settled keeps no other from it."""
@@ -200,7 +204,7 @@ class _Recovery:
 
     def _leave(self, entry: HiddenEntry, why: str) -> None:
         _log.warning("%s/%s can't be settled now: %s", self.storage.root, entry.entry, why)
-        self.left.append(entry.entry)
+        self.left[entry.entry] = why
 
     # waiting ---------------------------------------------------------------------------------------------------
 
@@ -428,7 +432,7 @@ class _Recovery:
             self.remove(name)
         except StorageError as error:
             _log.warning("%s/%s could not be removed: %s", self.storage.root, name, error)
-            self.left.append(name)
+            self.left[name] = str(error)
         else:
             self.removed.append(name)
 

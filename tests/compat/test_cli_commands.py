@@ -279,6 +279,16 @@ def test_recover_leaves_what_a_live_save_to_one_path_holds(root: Path) -> None:
     assert document("recover", root)["rolled_forward"] == ["step-2"]
 
 
+def test_recover_says_what_kept_it_from_settling_an_entry(root: Path) -> None:
+    """A trial run logs nothing, and a script reads no log."""
+    name = ".step-9.0123456789ab.incomplete"
+    (root / name).write_text("no directory")
+    for options in (["--dry-run"], []):
+        (left,) = document("recover", root, *options, status=1)["left"]
+        assert left["name"] == name
+        assert "Not a directory" in left["why"]
+
+
 # what all share --------------------------------------------------------------------------------------------------
 
 

@@ -46,7 +46,7 @@ def recover(
     trial = _Trial(root, only, wait) if dry_run else _Real(root, only, wait)
     report = trial.run() if trial.found else RecoveryReport()
     removed = [trial.as_found(name) for name in report.removed]
-    left = {trial.as_found(name): trial.why_left(name) for name in report.left}
+    left = {trial.as_found(name): trial.why_left(name, report) for name in report.left}
     if as_json:
         print_json(
             "recover",
@@ -104,9 +104,9 @@ class _Real:
                 return found
         return entry
 
-    def why_left(self, entry: str) -> str:
+    def why_left(self, entry: str, report: RecoveryReport) -> str:
         found = parse_hidden(entry)
-        return self.reasons.get(found.name if found else "", "the log says why")
+        return self.reasons.get(found.name if found else "") or report.why[entry]
 
     def run(self) -> RecoveryReport:
         trash: list[str] = []
@@ -116,11 +116,13 @@ class _Real:
             report = self.settle(self.storage, trash.append)
             fd = self.storage.open_dir("")
             try:
-                kept = [name for name in trash if not _remove(fd, name)]
+                kept = {name: why for name in trash if (why := _remove(fd, name)) is not None}
             finally:
                 os.close(fd)
         removed = tuple(name for name in report.removed if name not in kept)
-        return RecoveryReport(report.rolled_forward, report.restored, removed, (*report.left, *kept))
+        return RecoveryReport(
+            report.rolled_forward, report.restored, removed, (*report.left, *kept), {**report.why, **kept}
+        )
 
     def settle(self, storage: LocalStorage | Overlay, remove: Callable[[str], None]) -> RecoveryReport:
         return settle(
@@ -196,13 +198,13 @@ def _refuse(holder: str | None, path: str) -> None:
         raise RootLocked(message, path=path, by=holder)
 
 
-def _remove(dir_fd: int, name: str) -> bool:
+def _remove(dir_fd: int, name: str) -> str | None:
+    """None once it is gone, else why it could not be removed."""
     try:
         remove_tree_at(dir_fd, name)
     except OSError as error:
-        typer.echo(f"{shown(name)} could not be removed: {error.strerror}", err=True)
-        return False
-    return True
+        return f"it could not be removed: {error.strerror}"
+    return None
 
 
 def _print(root: str, report: RecoveryReport, removed: list[str], left: dict[str, str], *, dry_run: bool) -> None:
