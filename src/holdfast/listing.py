@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from holdfast.errors import ConfigError, HoldfastError, StorageError
 from holdfast.keeping import oldest_first
 from holdfast.pins import Pins
-from holdfast.root import HiddenEntry, foreign_steps, parse_hidden, read_manifest, step_of
+from holdfast.root import HiddenEntry, foreign_steps, may_be_published, parse_hidden, read_manifest, step_of
 from holdfast.storage import lease
 from holdfast.storage.local import LocalStorage
 from holdfast.storage.lock import path_held_by, root_held_by
@@ -96,7 +96,7 @@ def _checkpoints(storage: LocalStorage, names: list[str]) -> list[RootEntry]:
     """Oldest first; what can't be read in front, since its place among the others isn't known."""
     pins = _pins(storage)
     stock = foreign_steps(storage, DEFAULT_TEMPLATE)
-    ours = [(None, name) for name in names if not name.startswith(".") and not os.path.islink(storage.path(name))]
+    ours = [(None, name) for name in names if may_be_published(name) and not os.path.islink(storage.path(name))]
     found = oldest_first(storage, [*ours, *stock])
     best = next((row for row in reversed(found) if row.error is None), None)
     rows: list[RootEntry] = []

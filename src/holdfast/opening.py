@@ -18,7 +18,7 @@ from holdfast.format.manifest import MANIFEST_NAME, METADATA_NAME
 from holdfast.format.safetensors_header import INDEX_NAME, WEIGHTS_NAME
 from holdfast.hf_source import has_hf_model, open_hf
 from holdfast.keeping import Found, oldest_first
-from holdfast.root import foreign_steps, lost_manifest, no_manifest
+from holdfast.root import foreign_steps, lost_manifest, may_be_published, no_manifest
 from holdfast.source import Source, open_holdfast
 from holdfast.storage.local import LocalStorage
 
@@ -133,7 +133,7 @@ def newest_step(root: str) -> Found | None:
     One that can't be read is passed over, and said so in the log.
     """
     storage = LocalStorage(root)
-    ours = [(None, name) for name in storage.list_dir("") if not name.startswith(".")]
+    ours = [(None, name) for name in storage.list_dir("") if may_be_published(name)]
     readable: list[Found] = []
     for row in oldest_first(storage, [*ours, *foreign_steps(storage, DEFAULT_TEMPLATE)]):
         if row.error is None:

@@ -85,6 +85,14 @@ def read_manifest(storage: Storage, name: str) -> Manifest | None:
     return decode_manifest(data, path=f"{storage.root}/{path}")
 
 
+def may_be_published(name: str) -> bool:
+    """Whether an entry may be something published, whatever the name template: not what is hidden.
+
+    Nor what lies at the top of a file system and only its administrator may look into.
+    """
+    return not name.startswith(".") and name != "lost+found"
+
+
 def lost_manifest(storage: Storage, name: str) -> bool:
     """Whether something is at ``name`` that was a checkpoint, and has no manifest that could be read any more."""
     path = f"{name}/{MANIFEST_NAME}"

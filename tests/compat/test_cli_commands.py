@@ -87,6 +87,16 @@ def tree_of(root: Path) -> dict[str, tuple[int, int]]:
 # ls --------------------------------------------------------------------------------------------------------------
 
 
+def test_what_a_file_system_has_at_its_top_is_no_finding(root: Path) -> None:
+    """Where the root is a mount, ``lost+found`` is in it, into which only the administrator may look."""
+    (root / "lost+found").mkdir(mode=0)
+    (root / "lost+found" / "holdfast.json").write_text("can't be read as a manifest, even by an administrator")
+    names = [row["name"] for row in document("ls", root)["entries"]]
+    assert names == ["step-1", "step-2", "step-3"]
+    assert document("verify", root)["ok"]
+    assert holdfast.open(root).step == 3
+
+
 def test_ls_tells_states(root: Path) -> None:
     (root / "newest").symlink_to("step-3")
     shutil.copytree(root / "step-2", root / ".step-4.0123456789ab.incomplete")
