@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _KEY: Final = "lineage"
 """Of `Manifest.extra`: the branches gone through, each [branch, step at which it was left], and then the own one."""
+_BRANCH_LIMIT: Final = 1 << 62
+"""No run goes back as often; and one more still fits into what ranks tell each other."""
 _T = TypeVar("_T")
 
 
@@ -44,10 +46,18 @@ class Lineage:
 def decode_lineage(extra: Mapping[str, Any]) -> Lineage:
     """What `Lineage.encode` put into ``extra``; anything else is branch 0."""
     match extra.get(_KEY):
-        case [*left, int(branch)] if all(isinstance(row, list) and [*map(type, row)] == [int, int] for row in left):
+        case [*left, branch] if _is_branch(branch) and all(map(_is_left, left)):
             return Lineage(branch, tuple((known, at) for known, at in left))
         case _:
             return Lineage()
+
+
+def _is_branch(value: object) -> bool:
+    return type(value) is int and 0 <= value < _BRANCH_LIMIT
+
+
+def _is_left(row: object) -> bool:
+    return isinstance(row, list) and len(row) == 2 and _is_branch(row[0]) and type(row[1]) is int and row[1] < 1 << 63
 
 
 def in_order(rows: Iterable[_T], place: Callable[[_T], tuple[int, Lineage]]) -> list[_T]:

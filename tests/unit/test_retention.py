@@ -7,6 +7,7 @@ import math
 import pytest
 
 from holdfast.errors import ConfigError
+from holdfast.lineage import Lineage, decode_lineage
 from holdfast.retention import Best, Entry, Keep, select_deletions
 
 
@@ -85,3 +86,33 @@ def test_a_bad_field_is_named(make, field):
     with pytest.raises(ConfigError, match=field) as caught:
         make()
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "noted",
+    [
+        [10**30],
+        [1 << 62],
+        [-1],
+        [True],
+        [[1, 10**30], 2],
+        [[10**30, 1], 2],
+        [[1], 2],
+        [[1, 2, 3], 2],
+        [[1, True], 2],
+        "2",
+        [],
+        {},
+    ],
+    ids=repr,
+)
+def test_a_lineage_that_no_run_has_is_none(noted):
+    """A manifest of anybody's is not to keep a run from saving: what ranks tell each other has 64 bits for a number."""
+    assert decode_lineage({"lineage": noted}) == Lineage()
+
+
+@pytest.mark.parametrize(
+    "lineage", [Lineage(), Lineage(1, ((0, -1),)), Lineage(2, ((0, 300), (1, (1 << 63) - 1)))], ids=repr
+)
+def test_a_lineage_is_read_as_it_was_noted(lineage):
+    assert decode_lineage(lineage.encode()) == lineage
