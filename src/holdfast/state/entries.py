@@ -165,9 +165,11 @@ class Described(NamedTuple):
 
 def shares_memory(tensor: torch.Tensor) -> bool:
     """Whether one place in memory is several elements of ``tensor``, so that nothing can be written to it."""
-    if 0 in tensor.shape:
+    if tensor.is_contiguous():  # or empty
         return False
     steps = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    if tensor.numel() > 1 + sum(step * (size - 1) for step, size in steps):
+        return True  # fewer places than elements
     reach = 0
     for step, size in steps:
         if step <= reach:  # a dimension steps within what inner ones reach: they may still pass one another
