@@ -131,7 +131,7 @@ def load(
     Raises `CheckpointNotFound`, `CheckpointCorrupt`, `StateMismatch`, `StorageError`, `DeadlineExceeded`; the same on
     every rank. After a failure in the middle the destination is undefined until a load succeeds.
     """
-    group = open_group(process_group, purpose="load")
+    group = open_group(process_group, purpose="load", timeout=timeout)
     error: BaseException | None = None
     target = ""
     votes = Votes(group.board)
@@ -191,7 +191,7 @@ class _SaveSession:
         overwrite: bool,
     ) -> None:
         # First of all: ranks number their sessions, also one whose arguments are refused.
-        self._group = group = open_group(process_group, purpose="save")
+        self._group = group = open_group(process_group, purpose="save", timeout=timeout)
         self._deadline = time.monotonic() + checked_seconds("timeout", timeout)
         self._votes = Votes(group.board)
         self._target = ""

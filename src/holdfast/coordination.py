@@ -23,13 +23,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from holdfast.errors import DeadlineExceeded
-from holdfast.store_client import BoardLost, Outage, StoreClient, clone_store
+from holdfast.store_client import BoardLost, Outage, StoreClient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 __all__ = ["Board", "BoardLost", "LocalBoard", "StoreBoard"]
 
+CALL_TIMEOUT_S: Final = 30.0
+"""After so long without an answer to one request a Store is lost."""
 _FIRST_LOOK_S: Final = 0.001
 _LAST_LOOK_S: Final = 0.02
 _LOOKS_PER_S: Final = 16_000
@@ -264,14 +266,14 @@ class StoreBoard:
         world: int,
         prefix: str,
         *,
-        call_timeout_s: float = 30.0,
+        call_timeout_s: float = CALL_TIMEOUT_S,
         _client: StoreClient | None = None,
     ) -> None:
         assert 0 <= rank < world
         self.rank = rank
         self.world = world
         self.prefix = prefix
-        self._client = _client if _client is not None else StoreClient(clone_store(store), call_timeout_s, Outage())
+        self._client = _client if _client is not None else StoreClient(store, call_timeout_s, Outage())
         self._client.enter()
         self._closed = threading.Event()
         self._slowest_look_s = max(_LAST_LOOK_S, world / _LOOKS_PER_S)

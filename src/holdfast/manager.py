@@ -67,7 +67,7 @@ class CheckpointManager:
         process_group: Any | None = None,
     ) -> None:
         # First of all: ranks number their sessions, also one whose arguments are refused.
-        self._group = open_group(process_group, purpose="manager")
+        self._group = open_group(process_group, purpose="manager", timeout=getattr(config, "stage_timeout", None))
         self._config = config = config if config is not None else CheckpointConfig()
         if not isinstance(config, CheckpointConfig):
             raise ConfigError(f"config must be a CheckpointConfig, not {type(config).__name__}", field="config")

@@ -1,8 +1,9 @@
 """A Store as a board uses it: every call with a deadline, a lost connection made anew. Torch-free.
 
-Calls on a Store run on a daemon thread of their own, which the caller leaves behind when one doesn't come back. A
-connection that was lost (what lies on the way drops idle ones, some without a word) is made anew, and what may safely
-be asked twice is asked again. Where that fails the Store is lost, at once, until it is tried again after a while.
+Calls on a Store run on a daemon thread of their own, the first connection to it among them, which the caller leaves
+behind when one doesn't come back. A connection that was lost (what lies on the way drops idle ones, some without a
+word) is made anew, and what may safely be asked twice is asked again. Where that fails the Store is lost, at once,
+until it is tried again after a while.
 
 Assumes the Store it is given is nobody else's, but where it can't be cloned.
 Does not: know keys or ranks; ``coordination`` does.
@@ -10,6 +11,7 @@ Does not: know keys or ranks; ``coordination`` does.
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import socket
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _log = logging.getLogger("holdfast")
-RECONNECT_S: Final = 3.0
-"""How long a new connection may take."""
+RECONNECT_S: Final = 6.0
+"""How long a new connection may take: the Store's host looks up who connects, and where names are slow that is 5 s."""
 RECONNECT_PAUSE_S: Final = 30.0
 """How long a Store is lost when it can't be reached: nobody waits for a dead host again and again."""
 
@@ -51,7 +53,23 @@ class _Call:
         self.error: BaseException | None = None
 
 
-def _serve(store: Any, calls: queue.SimpleQueue[_Call | None]) -> None:
+@dataclass(slots=True)
+class _Link:
+    """The Store that was ``given``, and the connection of our ``own`` to it, once that is made."""
+
+    given: Any
+    own: Any | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        return self.own is None and hasattr(self.given, "clone")
+
+
+def _serve(link: _Link, calls: queue.SimpleQueue[_Call | None]) -> None:
+    # Here, where a caller can walk away from it: torch waits for ever where who listens doesn't answer.
+    if link.own is None:
+        link.own = clone_store(link.given)
+    store = link.own
     while (call := calls.get()) is not None:
         try:
             call.result = call.function(store)
@@ -61,8 +79,8 @@ def _serve(store: Any, calls: queue.SimpleQueue[_Call | None]) -> None:
         del call
 
 
-def _start_serving(store: Any, calls: queue.SimpleQueue[_Call | None]) -> None:
-    threading.Thread(target=_serve, args=(store, calls), name="holdfast-board", daemon=True).start()
+def _start_serving(link: _Link, calls: queue.SimpleQueue[_Call | None]) -> None:
+    threading.Thread(target=_serve, args=(link, calls), name="holdfast-board", daemon=True).start()
 
 
 @dataclass(slots=True)
@@ -79,14 +97,30 @@ class StoreClient:
         self.call_timeout_s = call_timeout_s
         self.closed = threading.Event()
         self.outage = outage
-        self._store = store
+        self._link = _Link(store)
         self._lost = ""
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._started = False
         self._users = 0
-        # The thread holds the queue and the Store, not this object: it ends when the last board on it is gone.
+        # The thread holds the queue and the link, not this object: it ends when the last board on it is gone.
         self._end = weakref.finalize(self, self._calls.put, None)
+        if self._link.is_pending:
+            self._connect()
+
+    def _connect(self) -> None:
+        """Wait for a connection of our own, for as long as a request may take: deadlines of calls begin after it."""
+        nothing = _Call(lambda _: None)
+        calls = self._connection()
+        calls.put(nothing)
+        if not nothing.done.wait(self.call_timeout_s):
+            self._lose(calls, self._silence())
+
+    def _silence(self) -> str:
+        return (
+            f"the Store of the process group has not answered for {self.call_timeout_s:g} s; "
+            "its host (usually that of rank 0) is down or cut off"
+        )
 
     def call(self, function: Callable[[Any], Any], *, again: bool = True) -> Any:
         """What ``function`` returns for the Store; ``again``: it may be called a second time, should a connection end.
@@ -104,10 +138,7 @@ class StoreClient:
         calls, call = self._connection(), _Call(function)
         calls.put(call)
         if not call.done.wait(self.call_timeout_s):
-            message = (
-                f"the Store of the process group has not answered for {self.call_timeout_s:g} s; "
-                "its host (usually that of rank 0) is down or cut off"
-            )
+            message = self._silence()
             self._lose(calls, message)
             raise BoardLost(message)
         if call.error is None:
@@ -123,6 +154,8 @@ class StoreClient:
         with self._lock:
             if calls is self._calls:  # else another thread has found out before, and all is well by now
                 self._lost = why
+                if self._link.is_pending:  # it could not be reached at all: nor can it be anew
+                    self.outage.over_at = time.monotonic() + RECONNECT_PAUSE_S
 
     def _connection(self) -> queue.SimpleQueue[_Call | None]:
         """Where to put calls; makes the connection anew if it was lost."""
@@ -132,18 +165,19 @@ class StoreClient:
             if self._lost:
                 self._reconnect()
             if not self._started:
-                _start_serving(self._store, self._calls)
+                _start_serving(self._link, self._calls)
                 self._started = True
             return self._calls
 
     def _reconnect(self) -> None:
-        if not hasattr(self._store, "clone") or time.monotonic() < self.outage.over_at:
+        known = self._link.given if self._link.own is None else self._link.own
+        if not hasattr(known, "clone") or time.monotonic() < self.outage.over_at:
             raise BoardLost(self._lost)
         calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._end()  # its thread may be stuck in a call for long, and ends then
         self._end = weakref.finalize(self, calls.put, None)
-        _start_serving(self._store, calls)
-        connect = _Call(_connect_anew)
+        _start_serving(_Link(known, known), calls)
+        connect = _Call(functools.partial(_connect_anew, is_ours=known is not self._link.given))
         calls.put(connect)
         if not connect.done.wait(2 * RECONNECT_S) or connect.error is not None:
             self._end()
@@ -151,7 +185,8 @@ class StoreClient:
             raise BoardLost(f"{self._lost}; nor can it be reached anew") from connect.error
         _log.warning("%s; connected to it anew", self._lost)
         self._end()
-        self._store, self._calls, self._lost, self._started = connect.result, queue.SimpleQueue(), "", False
+        self._link = _Link(self._link.given, connect.result)
+        self._calls, self._lost, self._started = queue.SimpleQueue(), "", False
         self._end = weakref.finalize(self, self._calls.put, None)
 
     def enter(self) -> None:
@@ -171,21 +206,30 @@ class StoreClient:
 
 def clone_store(store: Any) -> Any:
     """A connection of our own where this torch can make one (2.8 and later), else the one given."""
+    if not hasattr(store, "clone"):
+        return store
     try:
-        return store.clone() if hasattr(store, "clone") else store
-    except (RuntimeError, NotImplementedError):
+        _knock(store)
+        return store.clone()
+    except (OSError, RuntimeError, NotImplementedError):
         return store
 
 
-def _connect_anew(store: Any) -> Any:
-    """A new connection to where ``store``, ours and lost, was connected to."""
+def _knock(store: Any) -> bool:
+    """Raise at once if the host of ``store`` refuses, which torch tries long and loudly to reach; False without one."""
     plain = store
     while hasattr(plain, "underlying_store"):
         plain = plain.underlying_store
     if not hasattr(plain, "host"):
-        return store.clone()
-    # torch tries long and loudly to reach a host that refuses; this says so at once.
+        return False
     socket.create_connection((plain.host, plain.port), RECONNECT_S).close()
+    return True
+
+
+def _connect_anew(store: Any, *, is_ours: bool) -> Any:
+    """A new connection to where ``store``, which was lost, was connected to."""
+    if not _knock(store) or not is_ours:
+        return store.clone()
     timeout = store.timeout
     store.set_timeout(timedelta(seconds=RECONNECT_S))
     fresh = store.clone()

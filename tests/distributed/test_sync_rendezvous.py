@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from store_host import Host
 
 from holdfast.errors import ConfigError, DeadlineExceeded
 from holdfast.store_client import BoardLost
@@ -23,39 +18,8 @@ from holdfast.sync import Publisher, Receiver, SharedMemoryTransport
 from holdfast.sync.rendezvous import Asking, open_rendezvous
 from holdfast.sync.waiting import Leaving
 
-HOST = """
-import sys, torch.distributed as dist
-from datetime import timedelta
-port, limit = int(sys.argv[1]), timedelta(seconds=5)
-store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=limit)
-print("up", flush=True)
-sys.stdin.read()
-"""
 ANSWERED_S = 4.0
 """More than a deadline itself that an answer may take here."""
-
-
-class Host:
-    """A Store in a process of its own that can be stopped."""
-
-    def __init__(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", HOST, str(self.port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == b"up\n"
-
-    def stop(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
 
 
 @pytest.fixture
@@ -65,13 +29,9 @@ def host() -> Iterator[Host]:
     host.close()
 
 
-def store_of(host: Host) -> Any:
-    return dist.TCPStore("127.0.0.1", host.port, is_master=False, timeout=timedelta(seconds=5))
-
-
 @pytest.mark.parametrize("named", ["by address", "as a Store"])
 def test_a_stopped_rendezvous_costs_a_receiver_no_more_than_its_deadline(host: Host, named: str) -> None:
-    where = f"tcp://127.0.0.1:{host.port}" if named == "by address" else store_of(host)
+    where = f"tcp://127.0.0.1:{host.port}" if named == "by address" else host.store()
     with Receiver(SharedMemoryTransport(where)) as receiver:
         host.stop()
         for timeout_s in (0.5, 1.0):
@@ -80,7 +40,7 @@ def test_a_stopped_rendezvous_costs_a_receiver_no_more_than_its_deadline(host: H
                 receiver.receive({"w": torch.zeros(2)}, timeout=timeout_s)
             assert time.monotonic() - began < timeout_s + ANSWERED_S
         host.go_on()
-        with Publisher(SharedMemoryTransport(store_of(host)), bypass_cpu=False) as publisher:
+        with Publisher(SharedMemoryTransport(host.store()), bypass_cpu=False) as publisher:
             publisher.publish({"w": torch.ones(2)}, 1)
             into = {"w": torch.zeros(2)}
             assert receiver.receive(into, timeout=30) == 1
@@ -88,7 +48,7 @@ def test_a_stopped_rendezvous_costs_a_receiver_no_more_than_its_deadline(host: H
 
 
 def test_closing_a_receiver_that_looks_at_a_stopped_rendezvous_ends_it(host: Host) -> None:
-    receiver = Receiver(SharedMemoryTransport(store_of(host)))
+    receiver = Receiver(SharedMemoryTransport(host.store()))
     host.stop()
     found: list[BaseException] = []
 

@@ -86,7 +86,7 @@ class _Session:
 
     def __init__(self, process_group: Any | None, timeout: float) -> None:
         # First of all: ranks number their sessions, also one whose arguments are refused.
-        self._group: Group = open_group(process_group, purpose="export")
+        self._group: Group = open_group(process_group, purpose="export", timeout=timeout)
         self._timeout_s = checked_seconds("timeout", timeout)
         self._deadline = time.monotonic() + self._timeout_s
         self._votes = Votes(self._group.board)
