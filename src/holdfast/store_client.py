@@ -28,8 +28,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _log = logging.getLogger("holdfast")
+CONNECT_S_MIN: Final = 12.0
+"""What the first connection may always take: the Store's host looks up who connects, where names are slow for 5 s, or
+twice that."""
 RECONNECT_S: Final = 6.0
-"""How long a new connection may take: the Store's host looks up who connects, and where names are slow that is 5 s."""
+"""How long a new connection may take."""
 RECONNECT_PAUSE_S: Final = 30.0
 """How long a Store is lost when it can't be reached: nobody waits for a dead host again and again."""
 
@@ -99,6 +102,8 @@ class StoreClient:
         self.outage = outage
         self._link = _Link(store)
         self._lost = ""
+        self._unreached = False
+        """It is lost for not having been reached at all, yet."""
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._started = False
@@ -109,18 +114,12 @@ class StoreClient:
             self._connect()
 
     def _connect(self) -> None:
-        """Wait for a connection of our own, for as long as a request may take: deadlines of calls begin after it."""
-        nothing = _Call(lambda _: None)
+        """Wait for a connection of our own: deadlines of calls begin after it."""
+        nothing, limit_s = _Call(lambda _: None), max(self.call_timeout_s, CONNECT_S_MIN)
         calls = self._connection()
         calls.put(nothing)
-        if not nothing.done.wait(self.call_timeout_s):
-            self._lose(calls, self._silence())
-
-    def _silence(self) -> str:
-        return (
-            f"the Store of the process group has not answered for {self.call_timeout_s:g} s; "
-            "its host (usually that of rank 0) is down or cut off"
-        )
+        if not nothing.done.wait(limit_s):
+            self._lose(calls, _silence(limit_s))
 
     def call(self, function: Callable[[Any], Any], *, again: bool = True) -> Any:
         """What ``function`` returns for the Store; ``again``: it may be called a second time, should a connection end.
@@ -138,7 +137,7 @@ class StoreClient:
         calls, call = self._connection(), _Call(function)
         calls.put(call)
         if not call.done.wait(self.call_timeout_s):
-            message = self._silence()
+            message = _silence(self.call_timeout_s)
             self._lose(calls, message)
             raise BoardLost(message)
         if call.error is None:
@@ -154,7 +153,8 @@ class StoreClient:
         with self._lock:
             if calls is self._calls:  # else another thread has found out before, and all is well by now
                 self._lost = why
-                if self._link.is_pending:  # it could not be reached at all: nor can it be anew
+                self._unreached = self._link.is_pending
+                if self._unreached:  # nor can it be anew
                     self.outage.over_at = time.monotonic() + RECONNECT_PAUSE_S
 
     def _connection(self) -> queue.SimpleQueue[_Call | None]:
@@ -162,6 +162,8 @@ class StoreClient:
         with self._lock:
             if self.closed.is_set():
                 raise BoardLost("this board was closed")
+            if self._lost and self._unreached and not self._link.is_pending:
+                self._lost = ""  # it was only late
             if self._lost:
                 self._reconnect()
             if not self._started:
@@ -186,7 +188,7 @@ class StoreClient:
         _log.warning("%s; connected to it anew", self._lost)
         self._end()
         self._link = _Link(self._link.given, connect.result)
-        self._calls, self._lost, self._started = queue.SimpleQueue(), "", False
+        self._calls, self._lost, self._started, self._unreached = queue.SimpleQueue(), "", False, False
         self._end = weakref.finalize(self, self._calls.put, None)
 
     def enter(self) -> None:
@@ -202,6 +204,13 @@ class StoreClient:
                 return
         self.closed.set()
         self._end()
+
+
+def _silence(seconds: float) -> str:
+    return (
+        f"the Store of the process group has not answered for {seconds:g} s; "
+        "its host (usually that of rank 0) is down or cut off"
+    )
 
 
 def clone_store(store: Any) -> Any:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -38,8 +37,12 @@ class Wires:
     """What lies between all ranks."""
 
     def __init__(self) -> None:
-        self.queues: dict[tuple[int, int, int], queue.Queue[torch.Tensor]] = defaultdict(queue.Queue)
+        self._queues: dict[tuple[int, int, int], queue.Queue[torch.Tensor]] = {}
         self.cut = threading.Event()
+
+    def queue(self, sender: int, receiver: int, tag: int) -> queue.Queue[torch.Tensor]:
+        """The same for both; a `defaultdict` gives two threads that come at once one each."""
+        return self._queues.setdefault((sender, receiver, tag), queue.Queue())
 
 
 class QueueLinks:
@@ -48,11 +51,11 @@ class QueueLinks:
 
     def send(self, peer: int, memory: torch.Tensor, tag: int) -> Any:
         assert memory.dtype == torch.uint8
-        self._wires.queues[self._rank, peer, tag].put(memory.clone())
+        self._wires.queue(self._rank, peer, tag).put(memory.clone())
         return Arrival(self._wires, None, memory)
 
     def receive(self, peer: int, memory: torch.Tensor, tag: int) -> Any:
-        return Arrival(self._wires, self._wires.queues[peer, self._rank, tag], memory)
+        return Arrival(self._wires, self._wires.queue(peer, self._rank, tag), memory)
 
     def abort(self) -> None:
         self._wires.cut.set()
@@ -78,11 +81,13 @@ class Arrival:
 
 def on_ranks(world: int, act: Callable[[int, Exchange], Any]) -> list[Any]:
     """What ``act`` returns, or raises, on each rank."""
-    wires: dict[str, Wires] = defaultdict(Wires)
+    wires: dict[str, Wires] = {}
     boards = LocalBoard.of_world(world)
 
     def made_by(rank: int) -> Exchange:
-        return Exchange(boards[rank], lambda name, timeout_s: QueueLinks(wires[name], rank), grace_s=0.5)
+        return Exchange(
+            boards[rank], lambda name, timeout_s: QueueLinks(wires.setdefault(name, Wires()), rank), grace_s=0.5
+        )
 
     exchanges = [made_by(rank) for rank in range(world)]
 
