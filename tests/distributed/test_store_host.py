@@ -26,6 +26,7 @@ def host() -> Iterator[Host]:
     host.close()
 
 
+@pytest.mark.skipif(not hasattr(dist.TCPStore, "clone"), reason="made anew with torch 2.8 and later")
 def test_a_stopped_host_costs_no_more_than_one_request_may_take(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_client, "CONNECT_S_MIN", 1.0)
     store = host.store()

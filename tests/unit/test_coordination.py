@@ -21,6 +21,8 @@ from holdfast.coordination import BoardLost, LocalBoard, StoreBoard
 from holdfast.errors import DeadlineExceeded, HoldfastError
 from holdfast.store_client import RECONNECT_S, Outage, StoreClient
 
+clones = pytest.mark.skipif(not hasattr(dist.TCPStore, "clone"), reason="made anew with torch 2.8 and later")
+
 
 @pytest.fixture(params=["local", "tcp", "prefixed", "hash", "file"])
 def boards(request, tmp_path):
@@ -334,6 +336,7 @@ def far():
     proxy.close()
 
 
+@clones
 @pytest.mark.parametrize("way", ["drop", "stall"])
 def test_a_connection_that_was_lost_is_made_anew(far, way):
     mine, other, proxy = far
@@ -349,6 +352,7 @@ def test_a_connection_that_was_lost_is_made_anew(far, way):
     assert clone.clone().get("late", timeout_s=5, waiting_for="late") == b"2"
 
 
+@clones
 def test_what_may_have_been_counted_is_not_counted_again(far):
     mine, other, proxy = far
     assert mine.add("n") == 1
@@ -369,6 +373,7 @@ def test_a_host_that_is_gone_is_not_waited_for_twice(far):
     assert time.monotonic() - began < RECONNECT_S
 
 
+@clones
 @pytest.mark.parametrize("way", ["drop", "stall"])
 def test_ranks_go_on_voting_after_a_connection_was_lost(far, way):
     mine, other, proxy = far
@@ -384,6 +389,7 @@ def test_ranks_go_on_voting_after_a_connection_was_lost(far, way):
         getattr(proxy, way)()
 
 
+@clones
 def test_a_ballot_that_could_not_be_cast_leaves_ranks_in_step(far):
     """The answer to its arrival is lost: this rank learns the verdict all the same, and the next one."""
     mine, other, proxy = far
@@ -405,6 +411,7 @@ def test_a_ballot_that_could_not_be_cast_leaves_ranks_in_step(far):
     assert kinds == ["replan", "refused", "same"]
 
 
+@clones
 @pytest.mark.parametrize("way", ["drop", "stall"])
 def test_what_was_told_over_a_connection_that_ends_is_told_once(far, way):
     mine, other, proxy = far
