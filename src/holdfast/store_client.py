@@ -11,6 +11,7 @@ Does not: know keys or ranks; ``coordination`` does.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import queue
@@ -111,15 +112,8 @@ class StoreClient:
         # The thread holds the queue and the link, not this object: it ends when the last board on it is gone.
         self._end = weakref.finalize(self, self._calls.put, None)
         if self._link.is_pending:
-            self._connect()
-
-    def _connect(self) -> None:
-        """Wait for a connection of our own: deadlines of calls begin after it."""
-        nothing, limit_s = _Call(lambda _: None), max(self.call_timeout_s, CONNECT_S_MIN)
-        calls = self._connection()
-        calls.put(nothing)
-        if not nothing.done.wait(limit_s):
-            self._lose(calls, _silence(limit_s))
+            with contextlib.suppress(BoardLost):  # deadlines of calls begin after it
+                self._call(lambda _: None, max(call_timeout_s, CONNECT_S_MIN))
 
     def call(self, function: Callable[[Any], Any], *, again: bool = True) -> Any:
         """What ``function`` returns for the Store; ``again``: it may be called a second time, should a connection end.
@@ -127,17 +121,20 @@ class StoreClient:
         Raises `BoardLost`. The next call then finds a new connection, if one can be had.
         """
         try:
-            return self._call(function)
+            return self._call(function, self.call_timeout_s)
         except BoardLost:
             if not again:
                 raise
-        return self._call(function)
+        return self._call(function, self.call_timeout_s)
 
-    def _call(self, function: Callable[[Any], Any]) -> Any:
+    def _call(self, function: Callable[[Any], Any], limit_s: float) -> Any:
         calls, call = self._connection(), _Call(function)
         calls.put(call)
-        if not call.done.wait(self.call_timeout_s):
-            message = _silence(self.call_timeout_s)
+        if not call.done.wait(limit_s):
+            message = (
+                f"the Store of the process group has not answered for {limit_s:g} s; "
+                "its host (usually that of rank 0) is down or cut off"
+            )
             self._lose(calls, message)
             raise BoardLost(message)
         if call.error is None:
@@ -204,13 +201,6 @@ class StoreClient:
                 return
         self.closed.set()
         self._end()
-
-
-def _silence(seconds: float) -> str:
-    return (
-        f"the Store of the process group has not answered for {seconds:g} s; "
-        "its host (usually that of rank 0) is down or cut off"
-    )
 
 
 def clone_store(store: Any) -> Any:
