@@ -11,7 +11,7 @@ does at a limit of time. The exit status is 1 if anything failed.
 
 from __future__ import annotations
 
-import os
+import contextlib
 import re
 import subprocess
 import sys
@@ -75,9 +75,14 @@ class Runs:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, run: Run, nice: int = 0) -> None:
-        with open(run.output, "wb") if run.output else open(os.devnull, "wb") as output:
-            where = {"stdout": output, "stderr": subprocess.STDOUT} if run.output else {}
-            process = subprocess.Popen(run.command(self.flags, nice), stdin=subprocess.DEVNULL, cwd=ROOT, **where)
+        with run.output.open("wb") if run.output else contextlib.nullcontext() as output:
+            process = subprocess.Popen(
+                run.command(self.flags, nice),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT if output else None,
+                cwd=ROOT,
+            )
         self.running[run.name] = process
         run.status = process.wait()
         with self.lock:
