@@ -1,12 +1,15 @@
 # Everything a contributor runs. A bare clone needs Python 3.10 or newer, pip and make; the rest goes into .venv.
 #
 #   make demo         train a small model, kill it in the middle of a save, resume it bit for bit, export it (out/demo/)
-#   make test         the test suite, under 25 minutes on two cores
+#   make test         the test suite, under 20 minutes on two cores
 #   make check        lint, format, strict types, import contracts, house rules
 #   make bench        save and load against every peer and the machine's limit (out/bench/)
 #   make bench-quick  the same, smaller, under 4 minutes
 #   make bench-report put the last run into benchmarks/reports/ and its figures into the documentation
 #   make test-full    the slow and large tests too
+#   make test-integrations  the adapters, in real jobs of the frameworks they are for (in .venvs/frameworks)
+#   make test-stores  checkpoints on object stores: SeaweedFS, Azurite and moto, started on loopback (in .venvs/stores)
+#   make test-stores-full  the same with all races, and Ceph's gateway and MiniStack where they are installed
 #   make test-crash   what is done to break Holdfast, as much of it as `make test` does, with a count of what was tried
 #   make test-crash-full  the same, whole: 200,000 simulated schedules, every system call killed and failed; hours
 #
@@ -21,7 +24,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-full test-crash test-crash-full check format bench bench-quick bench-report clean
+.PHONY: help venv demo test test-integrations test-stores test-stores-full test-full test-crash test-crash-full check format bench bench-quick bench-report clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -43,7 +46,38 @@ test: $(READY)
 test-full: $(READY)
 	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_FLAGS)
 
-BREAKING := tests/simulation tests/crash tests/corruption tests/fuzz tests/unit/test_hostile_input.py \
+FRAMEWORKS := .venvs/frameworks
+
+$(FRAMEWORKS)/.ready: tests/integrations/requirements.txt pyproject.toml constraints.txt
+	test -x $(FRAMEWORKS)/bin/python || $(PYTHON) -m venv $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) -c constraints.txt -e ".[test]" \
+	-r tests/integrations/requirements.txt
+	@touch $@
+
+test-integrations: $(FRAMEWORKS)/.ready
+	$(FRAMEWORKS)/bin/python -m pytest tests/integrations -m "not slow and not gpu" -o timeout=600 $(PYTEST_FLAGS)
+
+STORES := .venvs/stores
+
+$(STORES)/.ready: tests/stores/requirements.txt tests/stores/package.json pyproject.toml constraints.txt
+	test -x $(STORES)/bin/python || $(PYTHON) -m venv $(STORES)
+	$(STORES)/bin/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) -c constraints.txt -e ".[test]" \
+	-r tests/stores/requirements.txt
+	cp tests/stores/package.json $(STORES)/
+	if command -v npm >/dev/null; then npm install --prefix $(STORES) --no-audit --no-fund --loglevel=error; \
+	else echo "no npm here: without Azurite"; fi
+	@touch $@
+
+test-stores: $(STORES)/.ready
+	$(STORES)/bin/python -m pytest tests/stores -m "not slow and not gpu" $(PYTEST_FLAGS)
+
+test-stores-full: $(STORES)/.ready
+	test -x $(STORES)/ministack/bin/python || $(PYTHON) -m venv $(STORES)/ministack
+	$(STORES)/ministack/bin/python -m pip install --disable-pip-version-check -q -r tests/stores/requirements-full.txt
+	HOLDFAST_STORES=seaweedfs,azurite,moto,ministack,ceph HOLDFAST_RACES=1000 HOLDFAST_FAULTS=all \
+	$(STORES)/bin/python -m pytest tests/stores -m "not gpu" -o timeout=3600 $(PYTEST_FLAGS)
+
+BREAKING := tests/simulation tests/crash tests/corruption tests/fuzz tests/unit/format/test_hostile_input.py \
 	tests/contract/test_stage_races.py tests/property/test_retention_properties.py tests/property/test_retention_on_disk.py
 
 test-crash: $(READY)
@@ -75,5 +109,5 @@ bench-report: $(READY)
 	$(BIN)/python -m benchmarks.publish out/bench
 
 clean:
-	rm -rf $(VENV) out dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venvs out dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

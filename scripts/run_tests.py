@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FIRST = ("tests/contract", "tests/crash", "tests/distributed", "tests/simulation")
-BESIDE_WHOLE = (("tests/property", "tests/fuzz", "tests/corruption"), ("tests/compat",))
+FIRST = ("tests/contract", "tests/crash", "tests/distributed")
+BESIDE_WHOLE = (("tests/simulation",), ("tests/property", "tests/fuzz", "tests/corruption"), ("tests/compat",))
 BESIDE_IN_PARTS = "tests/unit"
 PARTS = 3  # so that no run is much longer than the others
 BESIDE_NICE = 10  # below the engines that the first ones start
@@ -108,7 +108,7 @@ class Runs:
 
 def beside(outputs: Path) -> deque[Run]:
     """What runs beside the first ones."""
-    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / BESIDE_IN_PARTS).glob("test_*.py"))
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / BESIDE_IN_PARTS).rglob("test_*.py"))
     runs = [(f"{BESIDE_IN_PARTS} {n + 1} of {PARTS}", tuple(files[n::PARTS])) for n in range(PARTS)]
     runs += [(" ".join(places), places) for places in BESIDE_WHOLE]
     return deque(

@@ -24,18 +24,35 @@ if TYPE_CHECKING:
     from _object_server import Proxy, Server
 
 _TRIED = pytest.StashKey[Counter[str]]()
+_FIGURES = pytest.StashKey[list[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[_TRIED] = Counter()
+    config.stash[_FIGURES] = []
+
+
+@pytest.fixture(autouse=True)
+def release_what_one_call_saves_keep() -> Iterator[None]:
+    """Each test starts without the engine and the images that one-call saves of another have kept."""
+    yield
+    loaded = sys.modules.get("holdfast.saver.process_session")  # not to import torch for tests that have none
+    if loaded is not None:
+        loaded.release()
 
 
 @pytest.fixture(scope="session")
 def tried(pytestconfig: pytest.Config) -> Counter[str]:
     """How often what was tried; a test counts what it has seen survived, and the run ends with the sums."""
     return pytestconfig.stash[_TRIED]
+
+
+@pytest.fixture(scope="session")
+def figures(pytestconfig: pytest.Config) -> list[str]:
+    """Lines with figures that a run ends with."""
+    return pytestconfig.stash[_FIGURES]
 
 
 @pytest.fixture(scope="session")
@@ -74,7 +91,10 @@ def proxy(object_server: Server) -> Iterator[Proxy]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
-    counts = config.stash[_TRIED]
+    counts, figures = config.stash[_TRIED], config.stash[_FIGURES]
+    if figures:
+        terminalreporter.section("figures")
+        terminalreporter.write("".join(f"{line}\n" for line in sorted(figures)))
     if not counts:
         return
     terminalreporter.section("tried, and survived")

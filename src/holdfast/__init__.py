@@ -1,10 +1,12 @@
 """Holdfast: capture training state once, deliver it everywhere.
 
-Importing this starts nothing and imports no torch: each name is loaded when it is first used.
+Importing this starts nothing and imports no torch: each name is loaded when it is first used. Where torch has been
+imported before, what saves and loads is loaded at once, so that the first save doesn't pay for it.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +16,15 @@ if TYPE_CHECKING:
     from holdfast import dcp as dcp
     from holdfast import export as export
     from holdfast import sync as sync
-    from holdfast.api import async_save, load, open, save  # noqa: A004
-    from holdfast.checkpoint import Checkpoint, TensorInfo, VerifyReport
-    from holdfast.config import CheckpointConfig
+    from holdfast.api import async_save, delete, load, open, save  # noqa: A004
+    from holdfast.catalog.retention import Best, Keep
+    from holdfast.config import CheckpointConfig, HFExport
     from holdfast.errors import (
         CallbackFailed,
         CheckpointCorrupt,
         CheckpointExists,
         CheckpointNotFound,
+        CheckpointReplaced,
         ConfigError,
         DeadlineExceeded,
         EngineDied,
@@ -36,23 +39,25 @@ if TYPE_CHECKING:
         WeightsDirty,
     )
     from holdfast.events import add_hook, statistics
-    from holdfast.export.hf_export import HFExport
-    from holdfast.export.single import export_hf
-    from holdfast.handle import SaveHandle, SaveStats
+    from holdfast.export.one_shot import async_export_hf, export_hf
+    from holdfast.loader.checkpoint import Checkpoint, FileInfo, TensorInfo, VerifyReport
     from holdfast.manager import CheckpointManager
-    from holdfast.retention import Best, Keep
-    from holdfast.state.per_rank import PerRank
+    from holdfast.saver.handle import SaveHandle, SaveStats
+    from holdfast.saver.process_session import release
+    from holdfast.state.entries import PerRank, Replicated, TrainableOnly, Unprefixed
     from holdfast.state.rng import RNG
+    from holdfast.state.shards import Shard
 
 _HOME = {
-    "holdfast.api": ("async_save", "load", "open", "save"),
-    "holdfast.checkpoint": ("Checkpoint", "TensorInfo", "VerifyReport"),
-    "holdfast.config": ("CheckpointConfig",),
+    "holdfast.api": ("async_save", "delete", "load", "open", "save"),
+    "holdfast.loader.checkpoint": ("Checkpoint", "FileInfo", "TensorInfo", "VerifyReport"),
+    "holdfast.config": ("CheckpointConfig", "HFExport"),
     "holdfast.errors": (
         "CallbackFailed",
         "CheckpointCorrupt",
         "CheckpointExists",
         "CheckpointNotFound",
+        "CheckpointReplaced",
         "ConfigError",
         "DeadlineExceeded",
         "EngineDied",
@@ -67,13 +72,14 @@ _HOME = {
         "WeightsDirty",
     ),
     "holdfast.events": ("add_hook", "statistics"),
-    "holdfast.export.hf_export": ("HFExport",),
-    "holdfast.export.single": ("export_hf",),
-    "holdfast.handle": ("SaveHandle", "SaveStats"),
+    "holdfast.export.one_shot": ("async_export_hf", "export_hf"),
+    "holdfast.saver.handle": ("SaveHandle", "SaveStats"),
+    "holdfast.saver.process_session": ("release",),
     "holdfast.manager": ("CheckpointManager",),
-    "holdfast.retention": ("Best", "Keep"),
-    "holdfast.state.per_rank": ("PerRank",),
+    "holdfast.catalog.retention": ("Best", "Keep"),
+    "holdfast.state.entries": ("PerRank", "Replicated", "TrainableOnly", "Unprefixed"),
     "holdfast.state.rng": ("RNG",),
+    "holdfast.state.shards": ("Shard",),
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names}
 
@@ -87,33 +93,42 @@ __all__ = [
     "CheckpointExists",
     "CheckpointManager",
     "CheckpointNotFound",
+    "CheckpointReplaced",
     "ConfigError",
     "DeadlineExceeded",
     "EngineDied",
+    "FileInfo",
     "HFExport",
     "HoldfastError",
     "Keep",
     "OutcomeUnknown",
     "PeerLost",
     "PerRank",
+    "Replicated",
     "RootLocked",
     "SaveFailed",
     "SaveHandle",
     "SaveStats",
+    "Shard",
     "StateChangedWhileStaging",
     "StateMismatch",
     "StorageError",
     "TensorInfo",
+    "TrainableOnly",
+    "Unprefixed",
     "VerifyReport",
     "WeightsDirty",
     "__version__",
     "add_hook",
+    "async_export_hf",
     "async_save",
     "dcp",
+    "delete",
     "export",
     "export_hf",
     "load",
     "open",
+    "release",
     "save",
     "statistics",
     "sync",
@@ -132,3 +147,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+if sys.modules.get("torch") is not None:
+    import_module("holdfast.api")

@@ -1,8 +1,8 @@
-"""The tensor element types Holdfast stores, by name: torch-free.
+"""The tensor element types that Holdfast stores, by name. Torch-free.
 
-A dtype travels through plans, reports and manifests as torch's own name without the ``torch.`` prefix
-(``"bfloat16"``). This table says how many bytes one element takes; a name that is absent can't be stored
-(``torch.save`` can't either) and is a `ConfigError` where the state is collected.
+Plans, reports and manifests store a dtype as torch's own name without the ``torch.`` prefix (``"bfloat16"``). This
+table has the bytes per element; a missing name can't be stored (``torch.save`` can't either) and is a `ConfigError`
+when the state is collected.
 """
 
 from __future__ import annotations

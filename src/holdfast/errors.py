@@ -1,4 +1,4 @@
-"""Every error Holdfast raises, in one tree.
+"""Define all errors that Holdfast raises, in one hierarchy.
 
 What went wrong with ...            error                       a handler would
 ------------------------------------------------------------------------------------------------
@@ -6,6 +6,7 @@ the call itself                     ConfigError                 fix the argument
 the state                           StateMismatch               fix the model or pass strict=False
                                     StateChangedWhileStaging    call before_update(), save again
 a checkpoint on storage             CheckpointNotFound          choose another step
+                                    CheckpointReplaced          open it again: another save has taken its place
                                     CheckpointExists            choose another path, or overwrite=True
                                     CheckpointCorrupt           fall back to an older step
                                     RootLocked                  stop the other writer
@@ -15,7 +16,7 @@ a save in flight                    SaveFailed                  save again; trai
                                     DeadlineExceeded            raise the deadline or find the hang
                                     OutcomeUnknown              restart: the next start settles it
                                     CallbackFailed              the checkpoint stands; fix the callback
-a weight version on its way         PeerLost                    receive or publish again; look why the peer ended
+a weight version in transit         PeerLost                    receive or publish again; see why the peer ended
                                     WeightsDirty                receive a whole version first
 
 Guarantees: all are picklable and keep their attributes; ``str()`` says what failed, where, what was expected and
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def listed(names: Iterable[str], limit: int = 5) -> str:
-    """Names for an error: the first few, and how many more."""
+    """Return names for an error message: the first few, and how many more."""
     every = list(names)
     more = f" and {len(every) - limit} more" if len(every) > limit else ""
     return ", ".join(f"`{name}`" for name in every[:limit]) + more
@@ -49,13 +50,13 @@ def _rebuild(
 
 
 class HoldfastError(Exception):
-    """Root of everything Holdfast raises on purpose."""
+    """Base class of all errors that Holdfast raises deliberately."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         cause = self.__cause__
         fields = dict(self.__dict__)
         if isinstance(self, OSError):
-            fields["errno"] = self.errno  # a slot of OSError, so not in __dict__
+            fields["errno"] = self.errno  # OSError keeps it in a slot, not in `__dict__`
         return _rebuild, (type(self), str(self), fields, cause)
 
     def __str__(self) -> str:
@@ -97,12 +98,16 @@ class StateChangedWhileStaging(HoldfastError):
 
 
 class CheckpointNotFound(HoldfastError, LookupError):
-    """No published checkpoint at ``path`` (and ``step``, where one was asked for)."""
+    """No published checkpoint at ``path`` (and ``step``, if given)."""
 
     def __init__(self, message: str, *, path: str, step: int | None = None) -> None:
         super().__init__(message)
         self.path = path
         self.step = step
+
+
+class CheckpointReplaced(CheckpointNotFound):
+    """The checkpoint opened at ``path`` was replaced by another save: open or load it again. Nothing is damaged."""
 
 
 class CheckpointExists(HoldfastError):
@@ -162,7 +167,7 @@ class SaveFailed(HoldfastError):
 
     @property
     def cause(self) -> BaseException | None:
-        """The error of the rank that failed, by which this one was raised."""
+        """The error of the rank that failed, which caused this one."""
         return self.__cause__
 
 
@@ -176,7 +181,7 @@ class EngineDied(HoldfastError):
 
 
 class DeadlineExceeded(HoldfastError, TimeoutError):
-    """A wait passed its deadline: ``waited_for`` says for what, ``timeout_s`` how long."""
+    """A wait passed its deadline; ``waited_for`` and ``timeout_s`` describe it."""
 
     def __init__(self, message: str, *, waited_for: str, timeout_s: float) -> None:
         Exception.__init__(self, message)
@@ -185,7 +190,7 @@ class DeadlineExceeded(HoldfastError, TimeoutError):
 
 
 class OutcomeUnknown(HoldfastError):
-    """Whether ``attempt`` was published can't be learnt from here; the next start settles it."""
+    """The outcome of ``attempt`` can't be determined by this rank; the next start settles it."""
 
     def __init__(self, message: str, *, attempt: str, step: int | None = None) -> None:
         super().__init__(message)
@@ -202,7 +207,7 @@ class CallbackFailed(HoldfastError):
 
 
 class PeerLost(HoldfastError, ConnectionError):
-    """The process at the other end of a weight sync ended, or was given up: ``peer``, in a ``phase`` of ``version``."""
+    """The process at the other end of a weight sync ended or timed out: ``peer``, in a ``phase`` of ``version``."""
 
     def __init__(self, message: str, *, peer: str, phase: str, version: int | None = None) -> None:
         Exception.__init__(self, message)
@@ -212,4 +217,4 @@ class PeerLost(HoldfastError, ConnectionError):
 
 
 class WeightsDirty(HoldfastError):
-    """A module was called while its weights may be a mix of versions: a streaming receive is under way, or failed."""
+    """A module was called while its weights may be a mix of versions: a streaming receive is in progress or failed."""

@@ -1,10 +1,10 @@
-"""What happens, told to whoever listens: hooks and counters. Torch-free.
+"""Report events to hooks and count them. Torch-free.
 
-Guarantees: a hook never disturbs a save: what it raises is logged and dropped. Hooks run in the order they were added,
-on the thread where the event happened (often a background one), one event at a time per thread. Counters only go up,
-and a snapshot is consistent with itself. With no hook added an event costs one tuple read.
-Does not: queue or batch events: a hook that is slow holds up the thread that tells it. Forked children start with the
-counters their parent had.
+Guarantees: a hook never disturbs a save: exceptions in hooks are logged and dropped. Hooks run in the order they were
+added, on the thread where the event happened (often a background one), one event at a time per thread. Counters only go
+up, and a snapshot is consistent. Without hooks an event costs one tuple read.
+Does not: queue or batch events: a slow hook delays the thread that reports the event. Forked children start with the
+counters of their parent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 _log = logging.getLogger("holdfast.events")
-_lock = threading.RLock()  # what counts may be a signal handler, in the middle of another count
+_lock = threading.RLock()  # reentrant: a signal handler may count in the middle of another count
 _counters: dict[str, int] = {}
 # Replaced as a whole under the lock, so that `emit` can walk it without one.
 _hooks: tuple[tuple[object, Callable[[Event], object]], ...] = ()
@@ -29,16 +29,16 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened.
+    """An event of a save, load or weight sync.
 
     Attributes:
         kind: what, as ``noun.verb``: ``save.staged``, ``save.published``, ``save.failed``, ...
         time_ns: when, nanoseconds since the epoch by this host's wall clock; not for measuring durations.
-        step: of the save or load it belongs to, None where it belongs to none.
+        step: step of the save or load it belongs to, or None.
         rank: this process's rank in the saving group, None where there is no group.
-        attempt: id of the attempt it belongs to, None where it belongs to none.
-        path: of what it is about, None where there is none.
-        fields: whatever else is known, by name; units end the names.
+        attempt: id of the attempt it belongs to, or None.
+        path: path it is about, or None.
+        fields: further values by name; names end with the unit.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """All counters of this process at one moment; ``statistics()["saves_published"]`` is 0 for what never happened."""
+    """All counters of this process at one moment; ``statistics()["saves_published"]`` is 0 if it never happened."""
 
     counters: Mapping[str, int]
 
@@ -69,9 +69,9 @@ class Statistics:
 def add_hook(hook: Callable[[Event], object]) -> Callable[[], None]:
     """Call ``hook`` with every `Event` of this process from now on; returns at once.
 
-    Returns a function that removes it again (idempotent; an event being told on another thread may still reach it).
-    ``hook`` is called on background threads too, must not block, and whatever it raises is logged and dropped.
-    The same function may be added twice and is then called twice. Any thread may call this.
+    Returns a function that removes it again (idempotent; an event in progress on another thread may still reach it).
+    ``hook`` is also called on background threads and must not block; whatever it raises is logged and dropped. The same
+    function may be added twice and is then called twice. Thread-safe.
     """
     global _hooks  # noqa: PLW0603 - one process, one list of listeners
     token = object()
@@ -95,7 +95,7 @@ def emit(
     path: str | None = None,
     **fields: Any,
 ) -> None:
-    """Tell every hook that ``kind`` happened; returns when all have been told, and never raises for a hook."""
+    """Call every hook with an event of ``kind``; returns when all have returned, and never raises a hook's error."""
     hooks = _hooks
     if not hooks:
         return
@@ -107,7 +107,7 @@ def emit(
 def _tell(hook: Callable[[Event], object], event: Event) -> None:
     try:
         hook(event)
-    except Exception:  # noqa: BLE001 - a listener is not part of the save, whatever it raises
+    except Exception:  # noqa: BLE001 - listeners can't fail a save
         _log.exception("a hook raised on %s; it is ignored", event.kind)
 
 
@@ -119,6 +119,6 @@ def count(name: str, amount: int = 1) -> None:
 
 
 def statistics() -> Statistics:
-    """All counters of this process now: an immutable snapshot, consistent with itself. Any thread may call this."""
+    """Return all counters of this process: an immutable, consistent snapshot. Any thread may call this."""
     with _lock:
         return Statistics(MappingProxyType(dict(_counters)))

@@ -23,7 +23,7 @@ from torch import nn
 
 import holdfast
 from holdfast.cli.output import age_text, shown, size_text
-from holdfast.storage.lock import RootLock
+from holdfast.storage.locks import RootLock
 
 SOURCE = str(Path(holdfast.__file__).parents[1])
 PAGE = Path(__file__).parents[2] / "docs" / "command-line.md"
@@ -312,7 +312,7 @@ def test_recover_says_what_kept_it_from_settling_an_entry(root: Path) -> None:
         ("verify", "ROOT", "--step", "99"),
         ("show", "ROOT", "--step", "99"),
         ("verify", "ROOT", "--step", "1", "--newest"),
-        ("show", "s3://bucket/x"),
+        ("show", "ftp://bucket/x"),
         ("ls", "ROOT/step-1/holdfast.json"),
     ],
 )

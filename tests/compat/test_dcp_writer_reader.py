@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from torch.distributed.fsdp import fully_shard
 
 import holdfast
 from holdfast.dcp import Reader, Writer, share
+from holdfast.storage import local
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 
@@ -134,8 +136,8 @@ def test_the_metadata_is_what_stock_writes(tmp_path: Path) -> None:
     assert ours.storage_meta.checkpoint_id == str(tmp_path / "ours")
 
 
-def test_several_files_pass_through_two_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(share, "WINDOW_BYTES_MIN", 1 << 20)
+def test_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(share, "FILE_BYTES_MIN", 1 << 20)
     state: dict[str, Any] = {f"t{n}": torch.randn(100_000 + 5_000 * n) for n in range(12)} | {
         "huge": torch.randn(10**6)
     }
@@ -191,6 +193,63 @@ def test_foreign_data_is_overwritten_only_when_asked(tmp_path: Path) -> None:
     assert list(holdfast.open(path).tensors) == ["y"]
 
 
+def foreign_files(path: Path) -> dict[str, bytes]:
+    """What users keep beside a checkpoint; stock DCP leaves it alone."""
+    (path / "step-1").mkdir(parents=True)
+    (path / "step-1" / "__0_0.distcp").write_bytes(b"a checkpoint of their own")
+    (path / ".hidden").mkdir()
+    (path / ".hidden" / "x").write_bytes(b"hidden")
+    files = {"train.log": b"lines", "trainer_state.json": b"{}", "notes.metadata": b"no index"}
+    for name, data in files.items():
+        (path / name).write_bytes(data)
+    (path / "newest").symlink_to("step-1")
+    return {"step-1/__0_0.distcp": b"a checkpoint of their own", ".hidden/x": b"hidden", **files}
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("before", ["nothing", "stock", "ours", "stock of more ranks", "damaged"])
+def test_what_others_put_beside_a_checkpoint_outlives_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, exchanges: bool
+) -> None:
+    path = tmp_path / "a"
+    if before == "ours":
+        save(make(), Writer(path))
+    elif before != "nothing":
+        dcp.save({"x": torch.zeros(3)}, checkpoint_id=path, no_dist=True)
+    if before == "stock of more ranks":
+        (path / "__7_0.distcp").write_bytes(b"which no index names any more")
+    if before == "damaged":
+        (path / ".metadata").write_bytes(b"nothing that could be read")
+    kept = foreign_files(path)
+    if not exchanges:
+        monkeypatch.setattr(local, "_renameat2", lambda: None)
+    if before == "nothing":
+        fails({"y": torch.ones(3)}, Writer(path), holdfast.CheckpointExists, "exists already")
+    for value in (1.0, 2.0):
+        save({"y": torch.full((3,), value)}, Writer(path, overwrite=True))
+        own = {".metadata", "__0_0.distcp", "holdfast.json", "rank-00000.report"}
+        assert set(entries(path)) == own | {"step-1", ".hidden", "newest", *(name for name in kept if "/" not in name)}
+        assert {name: (path / name).read_bytes() for name in kept} == kept
+        assert os.readlink(path / "newest") == "step-1"
+        assert holdfast.open(path).verify().ok
+        found = {"y": torch.zeros(3)}
+        dcp.load(found, checkpoint_id=path, no_dist=True)
+        assert torch.equal(found["y"], torch.full((3,), value))
+    assert entries(tmp_path) == ["a"]
+
+
+def test_what_is_no_directory_is_never_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to("elsewhere")
+    (tmp_path / "file").touch()
+    fails(
+        {"y": torch.ones(3)}, Writer(tmp_path / "link", overwrite=True), holdfast.CheckpointExists, "a file or a link"
+    )
+    with pytest.raises(holdfast.ConfigError, match="is a file"):
+        Writer(tmp_path / "file", overwrite=True)
+    assert entries(tmp_path) == ["elsewhere", "file", "link"]
+
+
 def test_an_empty_directory_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     save(make(), Writer(tmp_path / "a"))
@@ -218,7 +277,7 @@ def test_dtypes_that_cannot_be_stored_are_refused_by_name(tmp_path: Path) -> Non
     assert entries(tmp_path) == []
 
 
-@pytest.mark.parametrize("bad", ["s3://bucket/a", "", 3])
+@pytest.mark.parametrize("bad", ["ftp://host/a", "", 3])
 def test_paths_that_are_none_are_refused_at_once(bad: Any) -> None:
     with pytest.raises(holdfast.ConfigError):
         Writer(bad)
@@ -388,11 +447,32 @@ def test_a_failure_while_writing_leaves_nothing(tmp_path: Path) -> None:
     assert entries(tmp_path) == ["a"]
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
+class WithdrawnPlanner(DefaultSavePlanner):
+    """Takes the attempt away in the middle of writing, as a coordinator does that has failed."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self.root = root
+
+    def resolve_data(self, write_item: Any) -> Any:
+        for attempt in self.root.glob(".*.incomplete"):
+            shutil.rmtree(attempt)
+        return super().resolve_data(write_item)
+
+
+def test_a_rank_that_writes_when_the_coordinator_gives_up_says_so(tmp_path: Path) -> None:
+    planner = WithdrawnPlanner(tmp_path)
+    error = fails(make(), Writer(tmp_path / "a"), holdfast.SaveFailed, "coordinator has aborted it", planner=planner)
+    assert (error.rank, error.errno) == (0, None)
+    assert isinstance(error.__cause__, OSError)
+
+
+@pytest.mark.parametrize("how", ["new", "exchanged", "renamed aside"])
 def test_a_failure_while_publishing_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     path = tmp_path / "a"
+    overwrite = how != "new"
     if overwrite:
         save({"old": torch.ones(2)}, Writer(path))
     before = entries(tmp_path)
@@ -405,6 +485,7 @@ def test_a_failure_while_publishing_leaves_what_was_there(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "rename", refuse)
+        patched.setattr(local, "_renameat2", lambda: (lambda *_: 28) if how == "exchanged" else None)
         error = fails(make(), Writer(path, overwrite=overwrite), holdfast.SaveFailed, "No space left")
     assert error.errno == 28
     assert entries(tmp_path) == before

@@ -11,6 +11,7 @@ import json
 import os
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _object_server import Server
 
 import holdfast
 
@@ -101,3 +103,34 @@ def test_the_loop_of_reinforcement_learning_holds(transport: str) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "logits are the same bits on both sides" in ended.stdout
+
+
+def run_bucket(root: str, *options: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(holdfast.__file__).parents[1])}
+    command = [sys.executable, str(EXAMPLES / "bucket.py"), "--root", root, *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
+
+
+def assert_resumes_bit_for_bit(root: str) -> None:
+    """A run that is killed in a save and started again trains as one that isn't, and its export loads."""
+    whole = run_bucket(f"{root}/whole")
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    killed = run_bucket(f"{root}/killed", "--kill-at", "4")
+    assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
+    resumed = run_bucket(f"{root}/killed")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    losses = [line for line in whole.stdout.splitlines() if line.startswith("step ")]
+    assert len(losses) == 6
+    again = [line for line in resumed.stdout.splitlines() if line.startswith("step ")]
+    assert 1 <= len(again) <= 4
+    assert losses[-len(again) :] == again
+    for ended in (whole, resumed):
+        assert "published: step 6, verified: True" in ended.stdout
+        assert "exported, and the export loads: True" in ended.stdout
+
+
+def test_training_in_a_bucket_resumes_bit_for_bit(object_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {"ACCESS_KEY_ID": "somebody", "SECRET_ACCESS_KEY": "secret", "REGION": "us-east-1"}
+    for name, value in {**keys, "ENDPOINT_URL": object_server.endpoint}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    assert_resumes_bit_for_bit(f"s3://{object_server.bucket()}/runs")

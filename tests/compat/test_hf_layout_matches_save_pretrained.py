@@ -10,8 +10,8 @@ import torch
 
 from holdfast._torch_compat import dtype_name
 from holdfast.export.assets import collect_assets
-from holdfast.export.hf_layout import HFLayout, Part, TargetTensor, layout, layout_parts, target_of
-from holdfast.export.hf_verify import verify_export
+from holdfast.export.layout import HFLayout, SubModel, TargetTensor, layout, layout_parts, target_of
+from holdfast.export.verify import verify_export
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -171,10 +171,10 @@ def test_from_pretrained_loads_several_models_by_one_index(largest: int, tmp_pat
     model = llama(tie_word_embeddings=False)
     state = saved_state(model)
     parts = [
-        Part(targets_of(state, "lm_head."), "lm_head.", "head.safetensors"),
-        Part(targets_of(state, "model.layers."), "model.layers."),
-        Part(targets_of(state, "model.norm."), "model.norm.", "norm.safetensors"),
-        Part(targets_of(state, "model.embed"), "model.embed", "embedding.safetensors"),
+        SubModel(targets_of(state, "lm_head."), "lm_head.", "head.safetensors"),
+        SubModel(targets_of(state, "model.layers."), "model.layers."),
+        SubModel(targets_of(state, "model.norm."), "model.norm.", "norm.safetensors"),
+        SubModel(targets_of(state, "model.embed"), "model.embed", "embedding.safetensors"),
     ]
     found = layout_parts(parts, max_shard_bytes=largest, total_parameters=model.num_parameters())
     assert (len(found.files) == len(parts)) == (largest > 2000)

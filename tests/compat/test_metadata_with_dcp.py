@@ -1,14 +1,18 @@
 """A whole checkpoint directory from our formats, read by stock DCP; and stock DCP's metadata, read by us."""
 
 import pickle
+import sys
+import types
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+import holdfast
 from holdfast._torch_compat import memory_format_encoding_type, storage_info_type
-from holdfast.format.dcp import read_metadata, render_metadata
+from holdfast.format.dcp_metadata import render_metadata
+from holdfast.format.dcp_metadata_reader import read_metadata
 from holdfast.format.objects import dump_object, load_object, object_capacity, render_object
 from holdfast.format.torch_record import measure, payload_bytes, render
 from holdfast.plan.write import PlacedObject, PlacedTensor, PlannedFile, RankPlan, SavePlan
@@ -150,6 +154,43 @@ def test_our_metadata_says_what_stocks_does(tmp_path):
     assert found.storage_data.keys() == stock.storage_data.keys()
     assert {str(index) for index in found.storage_data} == {str(index) for index in stock.storage_data}
     assert getattr(stock, "version", None) in (None, found.version)
+
+
+def test_plans_that_others_keep_in_the_metadata_are_read_over(tmp_path, monkeypatch):
+    """NVRx and Megatron-LM store all ranks' plans, to use them again; Megatron-LM once had classes of its own."""
+    state = {"w": torch.arange(6.0).view(2, 3), "step": 3}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    planner = dcp.DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=True)
+    plan = planner.create_local_plan()
+    prefix = dcp.FileSystemWriter(tmp_path).prepare_global_plan([plan])[0]
+    file = tmp_path / ".metadata"
+    plain = pickle.loads(file.read_bytes())
+
+    def read(kind, plans):
+        found = object.__new__(kind)
+        vars(found).update(vars(plain), all_local_plans=plans, mcore_data={"w": {"shape": (2, 3)}})
+        file.write_bytes(pickle.dumps(found))
+        return read_metadata(file.read_bytes(), path=str(file))
+
+    module = types.ModuleType("megatron.core.dist_checkpointing.strategies.torch")
+    for name, base in (("MCoreMetadata", type(plain)), ("MCoreSavePlan", type(plan))):
+        setattr(module, name, type(name, (base,), {"__module__": module.__name__}))
+    monkeypatch.setitem(sys.modules, "megatron.core.dist_checkpointing", types.ModuleType("x"))
+    for depth in ("megatron", "megatron.core", "megatron.core.dist_checkpointing.strategies"):
+        monkeypatch.setitem(sys.modules, depth, types.ModuleType(depth))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    own = module.MCoreSavePlan(plan.items)
+    for kind, plans in ((type(plain), [plan, prefix]), (module.MCoreMetadata, [own])):
+        found = read(kind, plans)
+        assert type(found) is type(plain)
+        assert found.state_dict_metadata == plain.state_dict_metadata
+        assert found.storage_data == plain.storage_data
+        assert not hasattr(found, "all_local_plans")
+    loaded = {"w": torch.zeros(2, 3), "step": 0}
+    holdfast.load(loaded, tmp_path)
+    assert torch.equal(loaded["w"], state["w"])
+    assert loaded["step"] == 3
 
 
 def test_the_private_names_are_where_the_pickles_say():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+from hooked_modules import KINDS, DropsFrozen, assert_same_tensors
+from hooked_modules import Net as Hooked
+
+import holdfast
 from holdfast.state.tree import StateTree
 
 
@@ -202,3 +210,52 @@ def test_schedulers_and_scalers_as_stateful() -> None:
     stock = flatten_state_dict({"lr": scheduler.state_dict(), "scaler": scaler.state_dict()})[0]
     ours = our_names({"optimizer": optimizer, "lr": scheduler, "scaler": scaler})
     assert {name for name in ours if not name.startswith("optimizer.")} == set(stock)
+
+
+def test_hooked_models_inside_ddp(alone: None, tmp_path: Any) -> None:
+    """``module.`` of the wrapper is no part of the names, wherever the hooks are."""
+    for kind in KINDS:
+        for at, make in enumerate((lambda kind=kind: Hooked(kind), kind)):
+            model, other = make(), make()
+            ddp = nn.parallel.DistributedDataParallel(model)
+            expected = set(flatten_state_dict({"model": dict(model.state_dict())})[0])
+            assert {name for name in our_names({"model": ddp}) if not name.endswith("__keys__")} == expected, kind
+            path = tmp_path / f"{kind.__name__}-{at}"
+            holdfast.save({"model": ddp}, path)
+            holdfast.load({"model": nn.parallel.DistributedDataParallel(other)}, path)
+            assert_same_tensors(model, other, but=("seen",) if kind is DropsFrozen else ())
+
+
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "Bilinear": (2, 3, 4), "Embedding": (4, 2), "EmbeddingBag": (4, 2), "MultiheadAttention": (4, 2),
+    "Transformer": (4, 2, 1, 1, 8), "TransformerEncoderLayer": (4, 2), "TransformerDecoderLayer": (4, 2),
+    "GroupNorm": (2, 4), "AdaptiveLogSoftmaxWithLoss": (4, 20, [5]),
+}  # fmt: skip
+
+
+def modules_of_torch() -> dict[str, nn.Module]:
+    """One of each class in ``torch.nn`` that can be made of a few numbers."""
+    found: dict[str, nn.Module] = {}
+    for name, kind in vars(nn).items():
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module)) or name.startswith("Lazy"):
+            continue
+        for arguments in (ARGUMENTS.get(name, ()), (), (2,), (2, 3), (2, 3, 2)):
+            try:
+                found[name] = kind(*arguments)
+            except (TypeError, ValueError, AssertionError):
+                continue
+            break
+    found["weight_norm"] = nn.utils.parametrizations.weight_norm(nn.Linear(2, 3))
+    found["spectral_norm"] = nn.utils.spectral_norm(nn.Linear(2, 3))
+    found["orthogonal"] = nn.utils.parametrizations.orthogonal(nn.Linear(3, 3))
+    found["average"] = torch.optim.swa_utils.AveragedModel(nn.BatchNorm1d(2), use_buffers=True)
+    found["quantized"] = nn.Sequential(torch.ao.nn.quantized.QFunctional(), nn.Linear(2, 2))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_modules_of_torch(alone: None) -> None:
+    found = {name: module for name, module in modules_of_torch().items() if module.state_dict()}
+    assert len(found) > 30
+    for name, module in found.items():
+        assert our_names({"model": module}) == stock_names(module), name

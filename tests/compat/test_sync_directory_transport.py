@@ -21,7 +21,7 @@ from holdfast.errors import (
     RootLocked,
     StateMismatch,
 )
-from holdfast.storage.reader_lease import being_read
+from holdfast.storage.leases import being_read
 from holdfast.sync import DirectoryTransport, Publisher, Receiver
 
 SOON_S = 0.05
@@ -316,7 +316,7 @@ def test_what_is_not_whole_is_not_seen(published: Path) -> None:
     (published / "version-9" / ".metadata").unlink(missing_ok=True)
     model = Model()
     assert Receiver(transport(published)).receive(model) == 5
-    with Publisher(transport(published)) as publisher, pytest.raises(ConfigError, match="in the way"):
+    with Publisher(transport(published)) as publisher, pytest.raises(ConfigError, match="blocks version 9"):
         publisher.publish(weights_of(9), 9)
 
 

@@ -14,7 +14,7 @@ import pytest
 import xxhash
 
 import holdfast
-from holdfast.export.hf_layout import TargetTensor, layout
+from holdfast.export.layout import TargetTensor, layout
 from holdfast.format.manifest import (
     EXTENT_BYTES,
     Manifest,

@@ -45,6 +45,25 @@ def test_importing_the_package_imports_nothing_heavy_and_starts_nothing() -> Non
     )
 
 
+def test_after_torch_what_saves_is_imported_with_the_package() -> None:
+    assert run("import torch, holdfast\nprint('holdfast.api' in sys.modules)") == "True"
+    assert run("import holdfast, torch\nprint('holdfast.api' in sys.modules)") == "False"
+
+
+def test_saving_and_loading_plain_tensors_imports_no_dtensor(tmp_path: Path) -> None:
+    """``torch.distributed.checkpoint`` brings in DTensor and sympy: the better part of a second of the first save."""
+    assert (
+        run(
+            "import holdfast, torch\n"
+            f"state = {{'w': torch.ones(4), 'epoch': 3}}\nholdfast.save(state, {str(tmp_path / 'c')!r})\n"
+            f"holdfast.load(state, {str(tmp_path / 'c')!r})\n"
+            "heavy = ('torch.distributed.checkpoint', 'torch.distributed.tensor', 'sympy', 'transformers')\n"
+            "print([name for name in heavy if name in sys.modules])"
+        )
+        == "[]"
+    )
+
+
 def test_every_public_name_is_there() -> None:
     for name in holdfast.__all__:
         assert getattr(holdfast, name) is not None

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.engine import io_priority
+from holdfast.engine import process as io_priority
 from holdfast.engine.client import EngineClient
 from holdfast.errors import DeadlineExceeded, StorageError
-from holdfast.storage.slots import HostSlots, slots_directory
+from holdfast.storage.locks import HostSlots, slots_directory
 from holdfast.testing.engine import Sample, persist
 
 KB = 1 << 10
@@ -69,11 +69,18 @@ def io_priorities(pid):
 
 
 def nice_levels(pid):
-    levels = set()
+    """Of each thread."""
+    levels = {}
     for name in os.listdir(f"/proc/{pid}/task"):
         with open(f"/proc/{pid}/task/{name}/stat") as file:
-            levels.add(int(file.read().rpartition(")")[2].split()[16]))
+            levels[name] = int(file.read().rpartition(")")[2].split()[16])
     return levels
+
+
+def priorities(pid):
+    """The nice level and the I/O priority of each thread that works on an attempt; the control thread's are its own."""
+    levels, found = nice_levels(pid), io_priorities(pid)
+    return {name: (levels[name], found[name]) for name in levels.keys() & found.keys() - {str(pid)}}
 
 
 def wait_for(condition, timeout_s=10.0):
@@ -92,11 +99,14 @@ def test_every_thread_that_writes_has_the_priorities_and_the_pace_asked_for(
 ):
     client = engines(nice=7, io_class=io_class, io_level=io_level, io_limit_bytes_per_s=SLOW)
     wait_for(lambda: client.progress("t0")[0] > 0)
-    found, levels = io_priorities(client.pid), nice_levels(client.pid)
+    found = priorities(client.pid)
+    control = nice_levels(client.pid)[str(client.pid)], io_priorities(client.pid)[str(client.pid)]
     assert client.progress("t0")[0] < sample.nbytes, "it writes still"
-    assert len(found) >= 4, "control thread, attempt, lease, writers"
-    assert set(found.values()) == {expected}
-    assert levels == {max(7, os.getpriority(os.PRIO_PROCESS, 0))}
+    assert len(found) >= 3, "attempt, lease, writers"
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert set(found.values()) == {(max(7, own), expected)}
+    assert control[0] == own, "the control thread answers whatever the attempts' priorities are"
+    assert control[1] >> 13 in {0, 2}
     persisted = client.wait_persisted("t0", WAIT_S)
     assert persisted.seconds > 0.7 * sample.nbytes / SLOW
 
@@ -147,7 +157,7 @@ def test_a_wait_for_a_turn_ends_when_the_attempt_is_cancelled_and_takes_none(eng
 
 def test_a_turn_that_never_comes_is_an_error_at_the_deadline_that_names_who_has_it(slots, tmp_path):
     code = (
-        "import sys\nfrom holdfast.storage.slots import HostSlots\n"
+        "import sys\nfrom holdfast.storage.locks import HostSlots\n"
         "held = HostSlots(sys.argv[1], 1).acquire(stopped=lambda: False)\nprint('held', flush=True)\ninput()"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -195,9 +205,7 @@ def test_a_manager_gives_each_delivery_limits_of_its_own(tmp_path, slots):
         while not all(handle.done() for handle in handles):
             for pid in children():
                 with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it, or a thread of it, has ended
-                    found = set(io_priorities(pid).values())
-                    if len(found) == 1:
-                        seen.add((*nice_levels(pid), *found))
+                    seen |= set(priorities(pid).values())
             time.sleep(0.02)
         for handle in handles:
             handle.result(WAIT_S)
@@ -293,7 +301,7 @@ def test_slots_that_cannot_be_are_an_error_that_says_where(tmp_path, monkeypatch
     (tmp_path / "gone").rmdir()
     sample = Sample([4 * KB])
     persist(client, tmp_path, *sample.register(client))
-    with pytest.raises(StorageError, match=r"can't take one of the 1 turns .*gone"):
+    with pytest.raises(StorageError, match=r"can't take one of the 1 writer slots .*gone"):
         client.wait_persisted("t1", WAIT_S)
     client.close()
     sample.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import world_plan
+from holdfast.saver import agreement as world_plan
 
 
 @pytest.fixture(scope="module")

@@ -16,21 +16,20 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast.commit import Deadlines
-from holdfast.coordination import LocalBoard
-from holdfast.delivery import Carrier, plan_attempt
+from holdfast.commit.attempt import Deadlines
+from holdfast.commit.recovery import recover
+from holdfast.coordination.board import LocalBoard
+from holdfast.coordination.failure import AttemptAborted, AttemptPublished, RankFailure
+from holdfast.coordination.group import Group
 from holdfast.engine.client import EngineClient
 from holdfast.errors import ConfigError, EngineDied
-from holdfast.format.manifest import ManifestReport, report_name
-from holdfast.format.parts import FilePart
-from holdfast.group import Group
-from holdfast.opening import open_source
-from holdfast.outcome import Aborted, AbortReason, Published
-from holdfast.recovery import recover
+from holdfast.format.manifest import FilePart, ManifestReport, report_name
+from holdfast.loader.checkpoint import verify_source
+from holdfast.loader.sources.open import open_source
+from holdfast.saver.agreement import Whole
+from holdfast.saver.delivery import AttemptRunner, plan_attempt
 from holdfast.storage.local import LocalStorage
 from holdfast.testing.parts import SharedSample
-from holdfast.verifying import verify_source
-from holdfast.world_plan import Whole, WorldParts, tell_parts
 
 MB = 1 << 20
 WAIT_S = 30.0
@@ -53,7 +52,9 @@ class Job:
         boards = LocalBoard.of_world(world)
         self.engines = [EngineClient(rank, nice=0, **engine) for rank in range(world)]
         groups = [Group(rank, world, tuple(range(world)), boards[rank]) for rank in range(world)]
-        self.carriers = [Carrier(self.storage, groups[rank], self.engines[rank], DEADLINES) for rank in range(world)]
+        self.carriers = [
+            AttemptRunner(self.storage, groups[rank], self.engines[rank], DEADLINES) for rank in range(world)
+        ]
         self.board = boards[0]
         self.exports = 0
 
@@ -64,18 +65,17 @@ class Job:
             engine.close()
 
     def begin(self, rank, sample, told, step):
-        """This rank's attempt, its parts told; and what its engine knows image and plan by."""
-        carrier, key = self.carriers[rank], f"parts/{step}"
+        """This rank's attempt, planned by what ranks have told; and what its engine knows image and plan by."""
+        carrier = self.carriers[rank]
         image, plan = sample.register(rank, self.engines[rank])
-        tell_parts(carrier.board, key, told[rank])
 
-        def planned(timeout_s):
-            whole = WorldParts(key).complete(carrier.board, timeout_s=timeout_s)
-            if isinstance(whole, AbortReason):
-                return whole
+        def planned(_timeout_s):
+            for refused, why in enumerate(told):
+                if isinstance(why, Exception):
+                    return RankFailure.of(why, rank=refused)
             return plan_attempt(
                 f"hf-{step}",
-                whole,
+                Whole.in_parts(told),
                 PREWRITTEN,
                 step=step,
                 metrics={},
@@ -177,7 +177,7 @@ def at_work(engine, attempt):
 def test_engines_write_parts_of_one_file(job, make, tmp_path, world, direct):
     ranks, sample = job(world, direct=direct), make(SIZES, world, seed=world)
     for step in (1, 2):
-        assert [type(outcome) for outcome in ranks.export(sample)] == [Published] * world
+        assert [type(outcome) for outcome in ranks.export(sample)] == [AttemptPublished] * world
         check(tmp_path / f"hf-{step}", sample)
     assert ranks.settled_entries() == ["hf-1", "hf-2"]
     assert ranks.board.keys() == []
@@ -188,7 +188,7 @@ def test_one_block_files_one_a_rank(job, make, tmp_path, direct):
     sizes = {f"{number}": size for number, size in enumerate((1, 4095, 4096, 4097))}
     parts = [[FilePart(name, 0, size, size)] for name, size in sizes.items()]
     ranks, sample = job(4, direct=direct), make(sizes, 4, parts=parts)
-    assert all(isinstance(outcome, Published) for outcome in ranks.export(sample))
+    assert all(isinstance(outcome, AttemptPublished) for outcome in ranks.export(sample))
     check(tmp_path / "hf-1", sample)
 
 
@@ -199,7 +199,7 @@ def test_on_tmpfs(make):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
         ranks, sample = Job(path, 3), make(SIZES, 3, seed=5)
         try:
-            assert all(isinstance(outcome, Published) for outcome in ranks.export(sample))
+            assert all(isinstance(outcome, AttemptPublished) for outcome in ranks.export(sample))
             check(f"{path}/hf-1", sample)
         finally:
             ranks.close()
@@ -213,7 +213,7 @@ def test_what_ranks_told_does_not_make_up_files(job, make):
     assert ranks.settled_entries() == []
 
 
-def test_a_rank_that_can_not_plan_is_the_reason_for_all(job, make):
+def test_a_rank_that_cannot_plan_fails_all_with_its_error(job, make):
     ranks, sample = job(2), make(SIZES, 2, seed=1)
     outcomes = ranks.export(sample, told=[sample.parts[0], ConfigError("tensor x is nowhere", field="key_map")])
     assert [str(outcome) for outcome in outcomes] == ["tensor x is nowhere"] * 2
@@ -226,7 +226,8 @@ def test_a_rank_that_writes_other_parts_than_it_told_is_noticed(job, make):
     told = [[FilePart("a", 0, MB, 4 * MB)], [FilePart("a", MB, 3 * MB, 4 * MB)]]
     outcomes = ranks.export(sample, told=told)
     assert all(
-        isinstance(outcome, Aborted) and "rank 1 reported 0 bytes" in outcome.reason.message for outcome in outcomes
+        isinstance(outcome, AttemptAborted) and "rank 1 reported 0 bytes" in outcome.reason.message
+        for outcome in outcomes
     )
     assert ranks.settled_entries() == []
 
@@ -239,13 +240,13 @@ def test_a_file_that_can_not_grow_fails_the_export_with_its_name(job, make, tmp_
     before = resource.prlimit(ranks.engines[1].pid, resource.RLIMIT_FSIZE)
     resource.prlimit(ranks.engines[1].pid, resource.RLIMIT_FSIZE, (2 * MB, before[1]))
     outcomes = ranks.export(sample)
-    assert all(isinstance(outcome, Aborted) for outcome in outcomes)
+    assert all(isinstance(outcome, AttemptAborted) for outcome in outcomes)
     reason = outcomes[0].reason
     assert (reason.rank, reason.errno) == (1, errno.EFBIG)
     assert reason.path.endswith("/a")
     assert ranks.settled_entries() == []
     resource.prlimit(ranks.engines[1].pid, resource.RLIMIT_FSIZE, before)
-    assert all(isinstance(outcome, Published) for outcome in ranks.export(sample))
+    assert all(isinstance(outcome, AttemptPublished) for outcome in ranks.export(sample))
     check(tmp_path / "hf-2", sample)
 
 
@@ -263,7 +264,7 @@ def test_an_engine_killed_between_parts_fails_the_export_and_not_the_next(job, m
     outcomes = ranks.export(sample, disturb=kill_at_work(1))
     assert [outcome.reason.kind for outcome in outcomes] == ["EngineDied"] * 3, outcomes[0].reason
     assert ranks.settled_entries() == []
-    assert all(isinstance(outcome, Published) for outcome in ranks.export(sample))
+    assert all(isinstance(outcome, AttemptPublished) for outcome in ranks.export(sample))
     check(tmp_path / "hf-2", sample)
 
 
@@ -295,7 +296,7 @@ def test_after_a_crash_what_every_rank_has_reported_is_published(job, make, tmp_
 def test_the_command_line_knows_an_export(job, make, tmp_path):
     sizes = {name.replace(".safetensors", ".part"): size for name, size in SIZES.items()}  # no weights: no headers
     ranks, sample = job(2), make(sizes, 2, seed=3)
-    assert all(isinstance(outcome, Published) for outcome in ranks.export(sample))
+    assert all(isinstance(outcome, AttemptPublished) for outcome in ranks.export(sample))
     ended, found = run("verify", tmp_path / "hf-1")
     assert (ended, found["ok"]) == (0, True)
     assert found["checkpoints"][0]["files"] == len(sizes)

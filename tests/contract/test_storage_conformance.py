@@ -9,16 +9,54 @@ import pickle
 import pytest
 
 from holdfast.errors import ConfigError, StorageError
-from holdfast.root import is_occupied
-from holdfast.storage.local import LocalStorage, create_root
+from holdfast.storage.entries import is_occupied
+from holdfast.storage.files import create_root
+from holdfast.storage.local import LocalStorage
 from holdfast.testing.memory_storage import MemoryStorage
-from holdfast.testing.storage_conformance import CHECKS
+from holdfast.testing.storage_conformance import CHECKS, STORAGE_CHECKS, directories_are_exchanged
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", [*CHECKS, *STORAGE_CHECKS], ids=lambda check: check.__name__)
 @pytest.mark.parametrize("kind", ["local", "memory"])
 def test_contract(check, kind, tmp_path):
     check(LocalStorage(tmp_path) if kind == "local" else MemoryStorage())
+
+
+def test_a_storage_without_exchange_keeps_the_contract():
+    directories_are_exchanged(MemoryStorage(exchanges=False))
+
+
+def two_directories(tmp_path):
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    return LocalStorage(tmp_path)
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM, None])
+def test_where_nothing_is_exchanged_that_is_an_answer(code, tmp_path, monkeypatch):
+    from holdfast.storage import local
+
+    storage = two_directories(tmp_path)
+    monkeypatch.setattr(local, "_renameat2", lambda: code and (lambda *_: code))
+    assert not storage.exchange("new", "old")
+    assert storage.list_dir("old") == ["old"]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EXDEV, errno.EBUSY])
+def test_what_else_the_system_says_to_an_exchange_is_an_error(code, tmp_path, monkeypatch):
+    from holdfast.storage import local
+
+    storage = two_directories(tmp_path)
+    monkeypatch.setattr(local, "_renameat2", lambda: lambda *_: code)
+    with pytest.raises(StorageError) as caught:
+        storage.exchange("new", "old")
+    assert (caught.value.errno, caught.value.path) == (code, str(tmp_path / "new"))
+
+
+def test_a_local_file_system_exchanges(tmp_path):
+    storage = two_directories(tmp_path)
+    assert storage.exchange("new", "old"), "tests of overwriting would show nothing here"
 
 
 def test_create_root_makes_ancestors(tmp_path):
@@ -29,36 +67,36 @@ def test_create_root_makes_ancestors(tmp_path):
 
 
 def test_create_root_syncs_every_new_ancestor(tmp_path, monkeypatch):
-    from holdfast.storage import local
+    from holdfast.storage import files
 
     synced = []
-    monkeypatch.setattr(local, "_sync", synced.append)
+    monkeypatch.setattr(files, "sync_path", synced.append)
     create_root(tmp_path / "a" / "b")
     assert synced == [str(tmp_path.parent), str(tmp_path), str(tmp_path / "a")]
 
 
 @pytest.mark.parametrize("left", ["a", "a/b"])
 def test_create_root_syncs_what_may_have_been_made_by_one_who_died_before_it_did(tmp_path, monkeypatch, left):
-    from holdfast.storage import local
+    from holdfast.storage import files
 
     (tmp_path / left).mkdir(parents=True)
     synced = []
-    monkeypatch.setattr(local, "_sync", synced.append)
+    monkeypatch.setattr(files, "sync_path", synced.append)
     create_root(tmp_path / "a" / "b")
     assert str((tmp_path / left).parent) in synced
 
 
 def test_create_root_needs_no_access_to_what_it_has_not_made(tmp_path, monkeypatch):
-    from holdfast.storage import local
+    from holdfast.storage import files
 
-    sync = local._sync
+    sync = files.sync_path
 
     def refuse(path):
         if path == str(tmp_path.parent):
             raise StorageError("no access", path=path, errno=errno.EACCES)
         sync(path)
 
-    monkeypatch.setattr(local, "_sync", refuse)
+    monkeypatch.setattr(files, "sync_path", refuse)
     assert os.path.isdir(create_root(tmp_path / "a"))
 
 

@@ -28,7 +28,7 @@ MIB = 1 << 20
 
 
 def build(world: int = 1) -> dict[str, Any]:
-    """A state of 3 MB, a second's work for an engine of these tests; ``value_of`` tells whose it is."""
+    """Build a state of 3 MB, a second's work for an engine of these tests; ``value_of`` identifies it."""
     model = torch.nn.Linear(1024, 768, bias=False)
     if world > 1:
         fully_shard(model)
@@ -37,7 +37,7 @@ def build(world: int = 1) -> dict[str, Any]:
 
 
 def begin(root: str, log: str, **options: Any) -> holdfast.CheckpointManager:
-    """A manager whose save of step 1 its engine is persisting."""
+    """Return a manager whose engine is persisting the save of step 1."""
     _, world = start(log)
     settings = config(io_limit_bytes_per_s=3 * MIB // world, **options)
     manager = holdfast.CheckpointManager(root, build(world), config=settings)
@@ -51,8 +51,10 @@ def begin(root: str, log: str, **options: Any) -> holdfast.CheckpointManager:
 
 
 def sleep() -> NoReturn:
+    """Be interrupted soon: a signal that comes just before a long `time.sleep` is only handled after it."""
     note("ending")
-    time.sleep(60)
+    for _ in range(1200):
+        time.sleep(0.05)
     raise AssertionError("it was to be signalled")
 
 
@@ -74,7 +76,7 @@ def close(root: str, log: str) -> None:
 
 
 def close_at_last(root: str, log: str) -> None:
-    """And save once more before."""
+    """Save once more, then close."""
     with begin(root, log) as manager:
         note("ending")
         manager.save(2, final=True)
@@ -122,7 +124,7 @@ def be_signalled_while_closing(root: str, log: str) -> None:
 
 
 def be_killed_when_staging_is_verified(root: str, log: str) -> None:
-    """What follows is up to the engine alone."""
+    """The engine alone decides what follows."""
     verified = EngineClient.staging_verified
 
     def then_die(self: EngineClient, attempt: str) -> None:
@@ -190,7 +192,7 @@ def fork_a_child_that_closes(root: str, log: str) -> None:
 
 
 def _reap_child(pid: int, began: float, *, within_s: float) -> None:
-    """In the child: exit. In its parent: see it gone, and soon."""
+    """In the child: exit. In the parent: check that it ends soon."""
     if pid == 0:
         sys.exit(0)
     _, status = os.waitpid(pid, 0)
@@ -219,6 +221,19 @@ def leave_the_group_and_end(root: str, log: str) -> None:
     note("ending")
 
 
+def _resources(like: list[Any] | None) -> list[Any]:
+    """Descriptors, threads and their names; a thread that has been told to end, such as a board's, has a while to."""
+    until = time.monotonic() + 5.0
+    while True:
+        threads = sorted(thread.name for thread in threading.enumerate())
+        found = [len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), threads]
+        if time.monotonic() > until or (like is not None and found == like):
+            return found
+        if like is None and not any(name == "holdfast-board" for name in threads):
+            return found
+        time.sleep(0.05)
+
+
 def open_and_close_often(root: str, log: str) -> None:
     """Nothing of a manager, and nothing of a single save, stays in the process or on the group's Store."""
     _, world = start(log)
@@ -233,8 +248,7 @@ def open_and_close_often(root: str, log: str) -> None:
         dist.barrier()
         # Newer versions of torch can list them.
         keys = [key for key in store.list_keys() if "holdfast" in key] if hasattr(store, "list_keys") else []
-        threads = sorted(thread.name for thread in threading.enumerate())
-        held.append([len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), threads, keys])
+        held.append([*_resources(like=held[1][:3] if step > 2 else None), keys])
         dist.barrier()
     assert held[1:] == held[1:2] * 5, held
     assert held[1][3] == [], held

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import holdfast
-import holdfast.exporting
+import holdfast.export.exporter
 import holdfast.manager
 
 ROWS, COLUMNS = 4608, 64
@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 def tensors_of(step: int) -> dict[str, torch.Tensor]:
-    """What the model holds at ``step``: no two elements nearby are equal, nor the same one at two steps."""
+    """Return the model's tensors at ``step``: nearby elements differ, and each differs between steps."""
     weight = torch.arange(ROWS * COLUMNS, dtype=torch.float32).remainder_(8191).mul_(512).add_(step)
     return {"up_proj.weight": weight.view(ROWS, COLUMNS), "up_proj.bias": torch.full((ROWS,), float(step))}
 
@@ -56,7 +56,7 @@ def build(world: int = 1) -> dict[str, Any]:
 
 
 def _local(tensor: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What this rank holds of ``tensor``, and the same of ``full``; rows are shared out evenly."""
+    """Return this rank's part of ``tensor``, and the same part of ``full``; rows are divided evenly."""
     if not isinstance(tensor, DTensor):
         return tensor, full
     return tensor.to_local(), full.chunk(dist.get_world_size())[dist.get_rank()]
@@ -80,7 +80,7 @@ def is_of(state: dict[str, Any], step: int) -> bool:
 def manager_of(
     root: str | Path, state: dict[str, Any], *, every: int | None = 1, keep: int = 2
 ) -> holdfast.CheckpointManager:
-    """every: of checkpoints; exports are due at every step."""
+    """every: interval of checkpoints; exports are due at every step."""
     home = Path(root)
     kept = holdfast.Keep(last=keep)
     export = holdfast.HFExport(

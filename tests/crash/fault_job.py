@@ -84,7 +84,7 @@ def _ended(
 
 
 def _look(reins: Reins, handle: holdfast.SaveHandle, error: BaseException | None, seconds: float, window: str) -> None:
-    """Tell what came of a save: what its handle says, and what is there."""
+    """Report the outcome of a save: by its handle, and by what is visible."""
     path = Path(handle.path)
     visible = path.exists()
     whole = visible and holdfast.open(path).verify().ok

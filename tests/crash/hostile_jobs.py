@@ -1,4 +1,4 @@
-"""Programs that are in the way of others; started by test_hostile_places.py."""
+"""Programs that get in conflict with others; started by test_hostile_places.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import holdfast
 
 
 def hold(root: str, log: str) -> None:
-    """Be a manager that stays."""
+    """Open a manager and keep it open."""
     start(log)
     state = build()
     fill(state, 1)

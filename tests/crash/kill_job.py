@@ -36,7 +36,7 @@ def build(world: int = 1) -> dict[str, Any]:
 
 
 def fill(state: dict[str, Any], step: int) -> None:
-    """Every byte of the state at ``step`` follows from it."""
+    """Set the state to values determined by ``step``."""
     nn.init.constant_(state["model"].weight, float(step))
     state["progress"]["step"] = step
 
@@ -65,7 +65,7 @@ def tell_end(reins: Reins, handle: holdfast.SaveHandle) -> None:
 
 
 def tell(reins: Reins, error: BaseException | None, **fields: Any) -> None:
-    """What came of a save, with all causes."""
+    """Report the outcome of a save, with all causes."""
     causes = []
     cause = error
     while cause is not None:
@@ -113,7 +113,7 @@ def _live(reins: Reins, root: str, state: dict[str, Any]) -> None:
 
 
 def overwrites(root: str) -> None:
-    """One call saves over what is there."""
+    """Overwrite a checkpoint with a one-call save."""
     reins, world = begin()
     state = build(world)
     fill(state, 7)

@@ -18,10 +18,10 @@ from endings import build
 from saving_job import config, note, start
 
 import holdfast
-from holdfast import commit
-from holdfast.agreement import Agreement
+from holdfast.commit.messages import AttemptChannel
 from holdfast.engine.client import EngineClient
-from holdfast.news import News
+from holdfast.saver.agreement import Agreement
+from holdfast.storage import local
 
 STAGE_S, PERSIST_S, COMMIT_S = 8.0, 6.0, 2.0
 
@@ -32,7 +32,7 @@ def die() -> None:
 
 
 def hang() -> None:
-    """For good, with all threads, as on a machine that is gone: the store is silent too if it is here."""
+    """Stop forever, with all threads, as if the machine were gone: a store hosted here is silent too."""
     note("dying")
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -60,16 +60,16 @@ ACTS: dict[str, Callable[[], None]] = {
 # Owner, function, and whether it is called before or after it happens.
 POINTS: dict[str, tuple[Any, str, bool]] = {
     "before its ballot": (Agreement, "cast", False),
-    "when it has begun": (News, "tell_begin", False),
+    "when it has begun": (AttemptChannel, "tell_begin", False),
     "before its report": (EngineClient, "staging_verified", False),
-    "before it tells of its report": (News, "tell_report", False),
-    "before the rename": (commit, "publish", False),
-    "after the rename": (commit, "publish", True),
+    "before it tells of its report": (AttemptChannel, "tell_report", False),
+    "before the rename": (local, "publish_by_rename", False),
+    "after the rename": (local, "publish_by_rename", True),
 }
 
 
 def meet(point: str, act: Callable[[], None]) -> None:
-    """Have ``act`` happen at ``point``, the first time it comes."""
+    """Make ``act`` happen the first time ``point`` is reached."""
     owner, name, after = POINTS[point]
     function = getattr(owner, name)
     unmet = [True]
@@ -90,7 +90,7 @@ def meet(point: str, act: Callable[[], None]) -> None:
 
 
 def host_store(port_file: str) -> None:
-    """Be the host of a store for others; they find the port in ``port_file``."""
+    """Host a store for others; its port is written to ``port_file``."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     Path(port_file).with_suffix(".new").write_text(str(store.port))
     Path(port_file).with_suffix(".new").rename(port_file)

@@ -12,6 +12,7 @@ process it is forked from has one thread and has never used torch.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import json
@@ -31,10 +32,12 @@ from typing_extensions import Self
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "src"
 START_S = 60.0
+STACKS = signal.SIGRTMAX
+"""Makes a program write the stacks of its threads to its standard error."""
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """What a job of these tests runs in: few threads, our source, and nothing of a launcher's."""
+    """Return the environment of a test job: few threads, our source, and no launcher variables."""
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     path = os.pathsep.join(filter(None, [str(SOURCE), str(HERE), os.environ.get("PYTHONPATH", "")]))
     quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": path}
@@ -51,7 +54,7 @@ class Child:
 
     @property
     def returncode(self) -> int | None:
-        """As `subprocess` has it: negative for a signal, None while it runs."""
+        """As in `subprocess`: negative for a signal, None while it runs."""
         self._nursery.read(0)
         return self._nursery.ended.get(self.pid)
 
@@ -59,6 +62,9 @@ class Child:
         deadline = time.monotonic() + timeout_s
         while self.pid not in self._nursery.ended:
             left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                self.signal(STACKS)
+                time.sleep(0.5)
             assert left_s > 0, f"process {self.pid} has not ended after {timeout_s:g} s:\n{self.stderr()}"
             self._nursery.read(left_s)
         return self._nursery.ended[self.pid]
@@ -130,7 +136,7 @@ class Nursery:
         return Child(self, self._started[-1], log)
 
     def read(self, timeout_s: float) -> None:
-        """Take in what has happened to children; waits for the next thing to happen, at most ``timeout_s``."""
+        """Read events of children; wait at most ``timeout_s`` for the next one."""
         out = self._process.stdout
         assert out is not None
         while not out.closed and select.select([out], [], [], timeout_s)[0]:
@@ -156,7 +162,7 @@ def _tell(kind: str, pid: int, status: int) -> None:
 
 
 def _become(request: dict[str, Any], inherited: list[int]) -> Callable[[], Any]:
-    """In a child: cut what ties it to the nursery; returns the program."""
+    """In a child: detach it from the nursery; return the program."""
     os.setsid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -169,6 +175,7 @@ def _become(request: dict[str, Any], inherited: list[int]) -> Callable[[], Any]:
         opened = os.open(path if fd == 0 else request["log"] + path, mode, 0o666)
         os.dup2(opened, fd)
         os.close(opened)
+    faulthandler.register(STACKS)
     os.environ.update(request["env"])
     module, function = request["run"]
     program = getattr(importlib.import_module(module), function)

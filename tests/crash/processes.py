@@ -1,4 +1,4 @@
-"""Looking at processes, and at what jobs of these tests have written down."""
+"""Inspect processes, and the event logs of test jobs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def free_port() -> int:
 
 
 def is_gone(pid: int) -> bool:
-    """Ended, whether or not anybody has asked for its status."""
+    """Return True if the process has ended, reaped or not."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rsplit(")", 1)[1].split()[0] in "ZX"
@@ -41,7 +41,7 @@ def is_gone(pid: int) -> bool:
 
 
 def engines_of(pid: int) -> list[int]:
-    """Holdfast's engines among the children of a process."""
+    """Return the pids of Holdfast's engines among the children of a process."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):

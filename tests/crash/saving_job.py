@@ -87,7 +87,7 @@ class Training:
         return {name: value.to_local() if isinstance(value, DTensor) else value for name, value in held.items()}
 
     def digest(self) -> str:
-        """Of every byte this rank trains on."""
+        """Return a digest of every byte that this rank trains on."""
         hasher = xxhash.xxh3_128()
         parameters = list(self.model.parameters())
         states = [self.optimizer.state.get(parameter, {}) for parameter in parameters]
@@ -101,7 +101,7 @@ class Training:
 
 
 def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Of their names and bytes."""
+    """Return a digest of the tensors' names and bytes."""
     hasher = xxhash.xxh3_128()
     for name, tensor in sorted(tensors.items()):
         hasher.update(name.encode())
@@ -131,14 +131,14 @@ def note(event: str, **fields: Any) -> None:
 
 
 def note_end(handle: holdfast.SaveHandle, event: str = "told") -> None:
-    """What this rank was told of a save; ``exported``: of an export."""
+    """Log the outcome of a save as this rank got it; ``exported``: of an export."""
     error = handle.exception()
     kind = None if error is None else type(error).__name__
     note(event, step=handle.step, attempt=handle.attempt, error=kind, message=str(error or ""))
 
 
 def exports_of(root: str | os.PathLike[str]) -> Path:
-    """Where a job that saves to ``root`` exports to."""
+    """Return where a job that saves to ``root`` exports to."""
     return Path(f"{os.fspath(root)}-hf")
 
 
@@ -147,13 +147,13 @@ def hidden_entries(root: str) -> list[str]:
 
 
 def config(**fields: Any) -> holdfast.CheckpointConfig:
-    """Deadlines that a test can wait for, and that a busy machine can meet."""
+    """Return deadlines that a test can wait for, and a busy machine can meet."""
     deadlines = {"stage_timeout": 30.0, "persist_timeout": 30.0, "commit_timeout": 20.0}
     return holdfast.CheckpointConfig(**{**deadlines, "keep": holdfast.Keep(last=3), **fields})
 
 
 def reference(log: str, steps: int) -> None:
-    """What an uninterrupted job, which never saves, is like after every step."""
+    """Return the states of an uninterrupted job, which never saves, after every step."""
     rank, world = start(log)
     training = Training(rank, world)
     for step in range(1, steps + 1):

@@ -85,7 +85,7 @@ class Outcome:
 
 
 class Reins:
-    """What a program holds of its supervisor. Every call returns when the supervisor has taken it in."""
+    """A program's connection to its supervisor. Every call returns when the supervisor has handled it."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -101,7 +101,7 @@ class Reins:
 
     @contextlib.contextmanager
     def window(self, name: str) -> Any:
-        """Calls count inside."""
+        """Count calls within the block."""
         self.note("open", window=name)
         try:
             yield
@@ -138,7 +138,7 @@ class _Supervisor:
         os.write(fd, b".")
 
     def serve(self) -> None:
-        """Until every process is gone."""
+        """Serve calls until every process is gone."""
         deadline = None
         while self.listeners or self.controls:
             poll = select.poll()

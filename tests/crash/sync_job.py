@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from holdfast.errors import HoldfastError
-from holdfast.sync.links import Link
 from holdfast.sync.publisher import Publisher
 from holdfast.sync.receiver import Receiver
+from holdfast.sync.session.links import Link
 from holdfast.sync.transports.nixl import NixlTransport
 from holdfast.sync.transports.process_group import ProcessGroupTransport
 from holdfast.sync.transports.shared_memory import SharedMemoryTransport

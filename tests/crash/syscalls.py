@@ -37,7 +37,7 @@ NUMBERS = {
     "fdatasync": 75, "truncate": 76, "ftruncate": 77, "getcwd": 79, "chdir": 80, "rename": 82, "mkdir": 83, "rmdir": 84,
     "creat": 85, "link": 86, "unlink": 87, "symlink": 88, "readlink": 89, "chmod": 90, "fchmod": 91, "chown": 92,
     "umask": 95, "sysinfo": 99, "getuid": 102, "getppid": 110, "setsid": 112, "sigaltstack": 131, "mknod": 133,
-    "getpriority": 140, "setpriority": 141, "prctl": 157, "arch_prctl": 158, "gettid": 186, "futex": 202,
+    "statfs": 137, "getpriority": 140, "setpriority": 141, "prctl": 157, "arch_prctl": 158, "gettid": 186, "futex": 202,
     "sched_setaffinity": 203, "sched_getaffinity": 204, "getdents64": 217, "set_tid_address": 218, "fadvise64": 221,
     "clock_nanosleep": 230, "exit_group": 231, "epoll_wait": 232, "epoll_ctl": 233, "tgkill": 234, "waitid": 247,
     "ioprio_set": 251, "openat": 257, "mkdirat": 258, "newfstatat": 262, "unlinkat": 263, "renameat": 264,
@@ -86,7 +86,7 @@ _CONTINUE = 1
 
 @dataclass(frozen=True)
 class Call:
-    """A system call that stands still: nothing of it has happened."""
+    """A blocked system call: nothing of it has happened yet."""
 
     id: int
     tid: int
@@ -95,7 +95,7 @@ class Call:
 
     @property
     def creates(self) -> bool:
-        """Whether it is an open that may make a file."""
+        """True for an open that may create a file."""
         at = {"open": 1, "openat": 2}.get(self.name)
         return self.name in ("creat", "openat2") or (at is not None and bool(self.arguments[at] & os.O_CREAT))
 
@@ -198,7 +198,7 @@ def write_part(call: Call) -> int:
 
 
 def borrow(tid: int, target: int) -> int:
-    """A descriptor of our own of the open file behind another process's descriptor."""
+    """Duplicate another process's descriptor into this process."""
     libc = ctypes.CDLL(None, use_errno=True)
     pidfd = os.pidfd_open(process_of(tid))
     try:
@@ -211,7 +211,7 @@ def borrow(tid: int, target: int) -> int:
 
 
 def process_of(tid: int) -> int:
-    """The process that thread ``tid`` belongs to; itself where it has gone."""
+    """Return the process of thread ``tid``; ``tid`` itself if it is gone."""
     try:
         with open(f"/proc/{tid}/status", encoding="ascii", errors="replace") as file:
             return next((int(line.split()[1]) for line in file if line.startswith("Tgid:")), tid)

@@ -33,7 +33,7 @@ UGLY = re.compile(r"Exception in thread|Exception ignored|leaked|Fatal Python er
 
 @dataclass(frozen=True)
 class Ending:
-    """A function of endings.py, and what becomes of the process and of the save of step 1 that was in flight."""
+    """A function of endings.py, and the expected end of the process and of the save of step 1 in flight."""
 
     name: str
     status: int = 0
@@ -93,7 +93,7 @@ def start(nursery: Nursery, name: str, tmp_path: Path, *, world: int = 1) -> lis
 
 
 def wait_event(child: Child, log: Log, kind: str) -> float:
-    """When it was noted, on this machine's monotonic clock."""
+    """Wait for an event and return its time on this machine's monotonic clock."""
     deadline = time.monotonic() + 60
     while not (found := log.events(kind)):
         assert time.monotonic() < deadline, child.stderr()
@@ -216,8 +216,8 @@ def test_opening_and_closing_leaves_nothing(tmp_path: Path) -> None:
     assert engines_of(os.getpid()) == []
 
 
-def test_what_close_did_not_wait_for_is_over_when_it_returns(tmp_path: Path) -> None:
-    """The lock is free then: nothing of the old session may touch the root any more."""
+def test_nothing_touches_the_root_after_close_returns(tmp_path: Path) -> None:
+    """The lock is free then: the old session must not touch the root any more."""
     config = holdfast.CheckpointConfig(io_limit_bytes_per_s=1 << 20)
     manager = holdfast.CheckpointManager(tmp_path, {"w": torch.ones(5 << 20)}, config=config)
     handle = manager.save(1)
@@ -241,8 +241,8 @@ def interrupt(*_args: object, **_options: object) -> None:
 def test_an_interrupted_start_leaves_the_root_unlocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"w": torch.ones(10)}
     with monkeypatch.context() as patch:
-        patch.setattr("holdfast.starting.recover", interrupt)
-        patch.setattr("holdfast.starting.recover_one", interrupt)
+        patch.setattr("holdfast.saver.startup.recover", interrupt)
+        patch.setattr("holdfast.saver.startup.recover_one", interrupt)
         with pytest.raises(KeyboardInterrupt):
             holdfast.CheckpointManager(tmp_path / "root", state)
         with pytest.raises(KeyboardInterrupt):
@@ -253,9 +253,10 @@ def test_an_interrupted_start_leaves_the_root_unlocked(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(
-    "at", ["holdfast.saver.SnapshotTaker.take", "holdfast.saver.Staging", "holdfast.saver.Saver._capture"]
+    "at",
+    ["holdfast.saver.saver.SnapshotTaker.take", "holdfast.saver.saver.Staging", "holdfast.saver.saver.Saver._capture"],
 )
-def test_an_interrupted_save_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+def test_an_interrupted_save_blocks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
     state = {"w": torch.ones(10)}
     manager = holdfast.CheckpointManager(tmp_path, state, config=holdfast.CheckpointConfig(in_flight=1))
     with monkeypatch.context() as patch:

@@ -11,9 +11,9 @@ import time
 import pytest
 
 from holdfast.engine.client import EngineClient
-from holdfast.engine.launch import Process, launch
+from holdfast.engine.supervisor import Process, launch
 from holdfast.errors import DeadlineExceeded, EngineDied, StorageError
-from holdfast.storage.lease import observe
+from holdfast.storage.leases import observe
 from holdfast.testing.engine import LEASE_NAME, REPORT_NAME, Sample, persist
 
 MB = 1 << 20
@@ -64,7 +64,7 @@ def wait_gone(pid, timeout_s):
 
 
 def assert_lease_is_free(directory):
-    """Or gone. Soon: a thread of the dead engine may still be coming back from the disk."""
+    """Or gone, within a while: a thread of the dead engine may still be returning from the disk."""
     deadline = time.monotonic() + 2
     while (lease := observe(str(directory), LEASE_NAME)) is not None and not lease.flock_free:
         assert time.monotonic() < deadline
@@ -138,8 +138,8 @@ def test_a_stopped_engine_is_killed_after_its_silence(make_client, sample, tmp_p
     check_next_save(client, sample, tmp_path / "next", image, plan)
 
 
-def test_a_trainer_that_was_stopped_itself_does_not_kill_its_engine(start_trainer, tmp_path):
-    """Beats that came meanwhile are read before silence is judged."""
+def test_a_trainer_that_was_paused_does_not_kill_its_engine(start_trainer, tmp_path):
+    """Beats that arrived meanwhile are read before silence is checked."""
     then = "client.staging_verified('t1'); client.wait_reported('t1', 30); print('ok')"
     trainer, _ = start_trainer(then, "silence_s_max=0.6, io_limit_bytes_per_s=4 << 20")
     os.kill(trainer.pid, signal.SIGSTOP)
@@ -149,7 +149,7 @@ def test_a_trainer_that_was_stopped_itself_does_not_kill_its_engine(start_traine
     assert trainer.returncode == 0
 
 
-def test_a_cancel_that_is_not_answered_ends_the_engine(make_client, sample, tmp_path):
+def test_an_unanswered_cancel_ends_the_engine(make_client, sample, tmp_path):
     client = make_client(**SLOW)
     image, plan = sample.register(client)
     persist(client, tmp_path, image, plan)
@@ -161,8 +161,8 @@ def test_a_cancel_that_is_not_answered_ends_the_engine(make_client, sample, tmp_
     assert not (tmp_path / REPORT_NAME).exists()
 
 
-def test_an_engine_that_cannot_be_killed_is_not_said_to_have_stopped(make_client, sample, tmp_path, monkeypatch):
-    """In the system for good, as on a dead file server: it may be in the rename of its report."""
+def test_an_engine_that_cannot_be_killed_is_not_reported_as_stopped(make_client, sample, tmp_path, monkeypatch):
+    """It is stuck in a system call, as on a dead file server: perhaps in the rename of its report."""
     client = make_client(silence_s_max=0.5, **SLOW)
     image, plan = sample.register(client)
     persist(client, tmp_path, image, plan)
@@ -170,11 +170,11 @@ def test_an_engine_that_cannot_be_killed_is_not_said_to_have_stopped(make_client
     pid = client.pid
     os.kill(pid, signal.SIGSTOP)
     monkeypatch.setattr(Process, "kill", lambda _process: None)
-    monkeypatch.setattr("holdfast.engine.launch.REAP_S", 0.1)
-    with pytest.raises(EngineDied, match="still there"):
+    monkeypatch.setattr("holdfast.engine.supervisor.REAP_S", 0.1)
+    with pytest.raises(EngineDied, match="still stuck in a system call"):
         client.wait_reported("t1", WAIT_S)
     for _ in range(2):
-        with pytest.raises(DeadlineExceeded, match="can't be said to have stopped"):
+        with pytest.raises(DeadlineExceeded, match="may not have stopped"):
             client.cancel("t1", timeout_s=0.3)
     os.kill(pid, signal.SIGKILL)
     client._link._process._child.wait(WAIT_S)
@@ -199,7 +199,7 @@ def test_an_engine_that_can_not_start_is_an_error(make_client, monkeypatch, exec
         client.wait_ready(WAIT_S)
 
 
-def test_last_words_are_in_the_error(make_client, monkeypatch, tmp_path):
+def test_the_engines_stderr_is_in_the_error(make_client, monkeypatch, tmp_path):
     fake = tmp_path / "python"
     fake.write_text("#!/bin/sh\necho the library is missing >&2\nexit 3\n")
     fake.chmod(0o755)
@@ -275,7 +275,7 @@ def test_a_read_only_disk_is_an_error(make_client, sample, mounted):
 TRAINER = """
 import os, subprocess, sys, time
 from holdfast.engine.client import EngineClient
-from holdfast.engine.launch import launch
+from holdfast.engine.supervisor import launch
 from holdfast.testing.engine import LEASE_NAME, REPORT_NAME, Sample, persist
 sample = Sample([4 << 20, 4 << 20])
 client = EngineClient(0, {options})
@@ -294,7 +294,7 @@ print(client.pid, flush=True)
 
 @pytest.fixture
 def start_trainer(tmp_path):
-    """Starts a trainer that has its engine persist into ``tmp_path``, then runs ``then``; it and its engine's pid."""
+    """Start a trainer that has its engine persist into ``tmp_path``, then runs ``then``; return it and the pid."""
     trainers = []
 
     def start(then, options):
@@ -320,7 +320,7 @@ def kill_trainer(trainer):
     trainer.wait()
 
 
-def test_what_is_not_verified_dies_with_the_trainer(start_trainer, tmp_path):
+def test_an_unverified_attempt_is_dropped_with_the_trainer(start_trainer, tmp_path):
     trainer, engine = start_trainer("wait_killed()", "io_limit_bytes_per_s=2 << 20")
     kill_trainer(trainer)
     wait_gone(engine, 2)
@@ -328,7 +328,7 @@ def test_what_is_not_verified_dies_with_the_trainer(start_trainer, tmp_path):
     assert_lease_is_free(tmp_path)
 
 
-def test_what_is_verified_is_finished_without_the_trainer(start_trainer, sample, tmp_path):
+def test_a_verified_attempt_is_finished_without_the_trainer(start_trainer, sample, tmp_path):
     trainer, engine = start_trainer("client.staging_verified('t1'); wait_killed()", "io_limit_bytes_per_s=8 << 20")
     kill_trainer(trainer)
     assert not (tmp_path / REPORT_NAME).exists()  # it is still writing

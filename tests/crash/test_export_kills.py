@@ -92,7 +92,7 @@ def verify_as_users_do(path: Path) -> None:
 
 
 def visible_exports(root: Path) -> dict[str, str]:
-    """The attempt of every export that a reader sees, by name; each is whole, and has the state of its step."""
+    """Return the attempt of every visible export, by name; each must be complete, with the state of its step."""
     found = {}
     for path in (root / "hf").iterdir():
         if path.name.startswith(".") or path.name == LINK:
@@ -138,7 +138,7 @@ def newest(found: dict[str, str]) -> int:
 
 
 def check_told(outcome: Outcome, kind: str, seen: dict[str, str]) -> None:
-    """What was told is true, and nobody was told another thing."""
+    """Check that the reported outcomes are true, and equal on all ranks."""
     told = [event for event in outcome.told("told") if event["kind"] == kind]
     for event in told:
         assert event["error"] is None or event["causes"][0]["ours"], event
@@ -152,7 +152,7 @@ def check_told(outcome: Outcome, kind: str, seen: dict[str, str]) -> None:
 
 
 def check_next_start(root: Path, checkpoints: dict[str, str], exports: dict[str, str]) -> int:
-    """It cleans up and goes on from the newest; returns how many exports it rolled forward."""
+    """Check that the next start cleans up and continues from the newest; return how many exports it rolled forward."""
     state = build()
     with manager_of(root, state, keep=9) as manager:
         settled = visible_exports(root)
@@ -178,7 +178,7 @@ def check_next_start(root: Path, checkpoints: dict[str, str], exports: dict[str,
 
 
 def check(family: Family, act: Act, job: Job) -> tuple[bool, int]:
-    """Whether the point was reached, and how many exports were rolled forward."""
+    """Return whether the point was reached, and how many exports were rolled forward."""
     outcome = job.finish()
     if not outcome.hit:
         assert outcome.status == [0] * family.world, job.child.stderr()

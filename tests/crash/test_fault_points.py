@@ -73,7 +73,7 @@ def launch(
 
 
 def faults_at(points: list[Point]) -> list[tuple[Point, str, int]]:
-    """What may become of each point."""
+    """Return the faults to try at each point."""
     found: list[tuple[Point, str, int]] = []
     for point in points:
         if point.target.startswith(("socket", "pipe", "memfd", "/", "?", "anon")) or point.call in syscalls.TALKING:
@@ -110,7 +110,7 @@ def choose(found: list[Any], few: int) -> list[Any]:
 
 
 def check_fault(act: Act, told: list[dict[str, Any]]) -> str:
-    """What all ranks were told of the save that ``act`` happened to; returns what came of it."""
+    """Check what all ranks were told about the save with the fault; return its outcome."""
     kinds = {event["error"] for event in told}
     what = f"{act.kind} {NAMES.get(act.errno, '')} at {act.point}: {told}"
     assert all(event["seconds"] < DEADLINE_S for event in told), what
@@ -135,7 +135,7 @@ def check_fault(act: Act, told: list[dict[str, Any]]) -> str:
 
 
 def check_leftovers(root: Path) -> None:
-    """A last start finds the newest, and leaves nothing behind."""
+    """Check that a last start finds the newest, and leaves nothing behind."""
     with holdfast.CheckpointManager(root, build(), config=settings()) as manager:
         assert manager.restore() == max(manager.steps())
     assert sorted(os.listdir(root)) == sorted([".holdfast", *visible(root)])
@@ -186,12 +186,12 @@ def test_every_changing_call_of_an_export_fails(
     show: list[str],  # noqa: F811
     tried: Counter[str],
 ) -> None:
-    """And ``hf-latest`` names a whole one all the while."""
+    """``hf-latest`` always names a complete one."""
     show.append(fail_calls(EXPORTS, world, few, nursery, tmp_path, tried))
 
 
 def fail_calls(work: Work, world: int, few: int, nursery: Nursery, tmp_path: Path, tried: Counter[str]) -> str:
-    """Have the changing calls of ``work`` fail, and look at what comes of each; returns what to show."""
+    """Make the changing calls of ``work`` fail, and check the outcome of each; return what to show."""
     began = time.monotonic()
     home = tmp_path / "points"
     work.prepare(home / "root")

@@ -73,7 +73,7 @@ def mounted(kind: str, target: Path, *, size_kib: int) -> Iterator[Path]:
 
 
 def leave_free(ballast: Path, free_kib: int) -> None:
-    """Fill the disk but for about ``free_kib``."""
+    """Fill the disk except for about ``free_kib``."""
     subprocess.run(["sync", "-f", str(ballast.parent)], check=True)  # what was freed is free once that is durable
     stats = os.statvfs(ballast.parent)
     blocks = max(0, stats.f_bavail - free_kib * KIB // stats.f_frsize)
@@ -86,7 +86,7 @@ def leave_free(ballast: Path, free_kib: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:the save of step")  # on_error="warn" says so
 @pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
-def test_a_disk_that_is_full_but_for_so_much(kind: str, tmp_path: Path, show: list[str]) -> None:
+def test_a_disk_that_fills_up_at_various_points(kind: str, tmp_path: Path, show: list[str]) -> None:
     """Each save meets a disk that fills at another place; training goes on, and with space again the next is saved."""
     ended: Counter[str] = Counter()
     with mounted(kind, tmp_path / "disk", size_kib=8 * 1024) as disk:
@@ -182,7 +182,7 @@ def engine_pid(manager: holdfast.CheckpointManager) -> int:
 
 @pytest.mark.filterwarnings("ignore:the save of step")
 def test_an_engine_that_the_system_kills_for_its_memory(tmp_path: Path) -> None:
-    """As the kernel's out-of-memory killer does: without a word, in the middle of a save."""
+    """As the kernel's out-of-memory killer does: without notice, in the middle of a save."""
     state = {"w": torch.ones(1 << 20)}
     config = settings(io_limit_bytes_per_s=2 * MIB)
     with memory_group(2 * MIB) as group, holdfast.CheckpointManager(tmp_path, state, config=config) as manager:
@@ -309,7 +309,7 @@ YEAR_S = 365.25 * 86400
 
 @pytest.fixture
 def wall(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """By how many seconds the wall clock of this process is wrong, as far as Python can tell: set its one item."""
+    """Offset in seconds of this process's wall clock, as seen by Python: set its one item."""
     off = [0.0]
     real_time, real_ns = time.time, time.time_ns
 
@@ -320,7 +320,7 @@ def wall(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     monkeypatch.setattr(time, "time", lambda: real_time() + off[0])
     monkeypatch.setattr(time, "time_ns", lambda: real_ns() + int(off[0] * 1e9))
-    for module in ("delivery", "dcp.attempt", "storage.lock", "keeping"):
+    for module in ("saver.delivery", "dcp.attempt", "storage.locks", "catalog.catalog"):
         monkeypatch.setattr(f"holdfast.{module}.datetime", Jumping)
     return off
 

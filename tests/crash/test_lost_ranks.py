@@ -1,4 +1,4 @@
-"""A rank dies, hangs or raises at every point of a save, or the store goes: the others are told soon, by name.
+"""A rank dies, hangs or raises at every point of a save, or the store is lost: the others soon get a named error.
 
 And never anything that turns out untrue: the next start finds what they were told.
 """
@@ -115,7 +115,7 @@ class Job:
             self._check_both()
 
     def _check_both(self) -> None:
-        """Both ranks go on: each is told a named error or none, in time, that fits the other's and what is there."""
+        """Check that both ranks get consistent outcomes in time, which fit what is visible."""
         loss = self.loss
         logs = [Log(self.home / "events", rank) for rank in range(WORLD)]
         for rank, child in enumerate(self.ranks):
@@ -188,8 +188,8 @@ def check_all(nursery: Nursery, losses: list[Loss], home: Path, *, store_elsewhe
 @pytest.mark.slow  # a minute of waiting for deadlines; on a loaded machine a rank may be lost before the other is up
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("store_elsewhere", [False, True], ids=["store on rank 0", "store elsewhere"])
-def test_the_other_rank_is_told(nursery: Nursery, tmp_path: Path, *, store_elsewhere: bool) -> None:
-    """With the store on rank 0, as without `torchrun`, it goes with that rank: nothing can be asked any more."""
+def test_the_other_rank_gets_a_named_error(nursery: Nursery, tmp_path: Path, *, store_elsewhere: bool) -> None:
+    """With the store on rank 0, as without `torchrun`, it is lost with that rank."""
     losses = [loss for loss in LOSSES if store_elsewhere or loss.victim == 0]
     check_all(nursery, losses, tmp_path, store_elsewhere=store_elsewhere)
 
@@ -197,19 +197,19 @@ def test_the_other_rank_is_told(nursery: Nursery, tmp_path: Path, *, store_elsew
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("store_elsewhere", [False, True], ids=["store on rank 0", "store elsewhere"])
-def test_a_rank_that_hangs_is_told_of(nursery: Nursery, tmp_path: Path, *, store_elsewhere: bool) -> None:
-    """Stopped for good: with the store on it, connections stand and nothing is answered."""
+def test_a_hanging_rank_is_reported(nursery: Nursery, tmp_path: Path, *, store_elsewhere: bool) -> None:
+    """It is stopped forever: if it hosts the store, connections stay open and nothing is answered."""
     losses = [replace(loss, act="hangs") for loss in LOSSES if store_elsewhere or loss.victim == 0]
     check_all(nursery, losses, tmp_path, store_elsewhere=store_elsewhere)
 
 
 @pytest.mark.timeout(300)
-def test_a_rank_that_raises_fails_or_doubts_alike(nursery: Nursery, tmp_path: Path) -> None:
+def test_both_ranks_get_the_same_outcome_if_one_raises(nursery: Nursery, tmp_path: Path) -> None:
     check_all(nursery, RAISES, tmp_path, store_elsewhere=False)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_store_that_is_gone_is_told_of(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_lost_store_is_reported(nursery: Nursery, tmp_path: Path) -> None:
     """Killed, or silent with its connections open, while both ranks go on."""
     check_all(nursery, STORES, tmp_path, store_elsewhere=False)

@@ -29,7 +29,7 @@ from processes import Log, engines_of, free_port, is_gone
 from saving_job import digest_of, exports_of
 
 import holdfast
-from holdfast.export.hf_verify import verify_export
+from holdfast.export.verify import verify_export
 
 KILLS = int(os.environ.get("HOLDFAST_KILLS", "5"))
 SEED = int(os.environ.get("HOLDFAST_KILL_SEED", str(random.SystemRandom().randrange(1 << 32))))
@@ -52,7 +52,7 @@ KINDS = [kind for _ in range(0, KILLS, len(DECK)) for kind in _shuffler.sample(D
 
 @dataclass
 class Tally:
-    """What came of the kills, for the table."""
+    """Outcomes of the kills, for the table."""
 
     kinds: Counter[str] = field(default_factory=Counter)
     in_work: int = 0
@@ -69,7 +69,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a job is like that nobody disturbs."""
+    """States of an undisturbed job."""
 
     digests: list[dict[int, str]]
     """By rank: of its whole state, by step."""
@@ -266,7 +266,7 @@ class Life:
 
 
 def check_start(job: Job, tally: Tally, visible: list[int]) -> None:
-    """What the ranks found when they had resumed; ``visible`` are the steps seen before they were started."""
+    """Check what the ranks restored; ``visible``: the steps seen before they were started."""
     life = job.life
     ready = life.logs[0].events("ready")[-1]
     restored = {event["step"] for event in job.restored()}
@@ -291,7 +291,7 @@ def nursery() -> Iterator[Nursery]:
 
 @pytest.fixture(scope="module")
 def expected(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Expected:
-    """Of a job that nobody disturbs."""
+    """Return the states of an undisturbed job."""
     home = tmp_path_factory.mktemp("reference")
     port = str(free_port())
     children = [
@@ -373,7 +373,7 @@ def await_resumed(job: Job) -> None:
 
 
 def finish(life: Life, nursery: Nursery, tally: Tally) -> None:
-    """A last start that nobody kills: it goes on for a few steps, closes, and leaves nothing but checkpoints."""
+    """Run a last start without a kill: it trains a few steps, closes, and leaves nothing but checkpoints."""
     visible = life.visible()
     job = Job(
         life,

@@ -76,7 +76,7 @@ class Job:
         return steps[0]
 
     def check_resumes(self) -> None:
-        """A new start is where this one was, bit for bit, on every rank; and is ended by a signal again."""
+        """Check that a new start has the same state, bit for bit, on every rank; it is ended by a signal again."""
         was = [log.events("step")[-1] for log in self.logs]
         self.ranks = self.start()
         for rank, log in enumerate(self.logs):
@@ -96,7 +96,7 @@ def test_the_step_being_trained_is_saved_and_resumed(number: signal.Signals, nur
     engines = engines_of(job.ranks[0].pid)
     job.ranks[0].signal(number)
     assert job.check_ended(128 + number) >= 5
-    assert f"{number.name}: the step being trained is saved" in job.ranks[0].stderr()
+    assert f"{number.name}: saving the current step" in job.ranks[0].stderr()
     deadline = time.monotonic() + SOON_S
     while not all(map(is_gone, engines)):
         assert time.monotonic() < deadline, "an engine has outlived its trainer"
@@ -104,14 +104,14 @@ def test_the_step_being_trained_is_saved_and_resumed(number: signal.Signals, nur
     job.check_resumes()
 
 
-def test_before_the_first_step(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_signal_before_the_first_step(nursery: Nursery, tmp_path: Path) -> None:
     job = Job(nursery, tmp_path, mode="before the first step")
     job.wait_event("restored")
     job.ranks[0].signal(signal.SIGTERM)
     assert job.check_ended(143) == 1
 
 
-def test_while_it_closes(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_signal_during_close(nursery: Nursery, tmp_path: Path) -> None:
     job = Job(nursery, tmp_path, "close_slowly")
     job.wait_event("closing")
     for _ in range(2):
@@ -136,7 +136,7 @@ def test_a_handler_of_its_own_is_called_and_given_back(nursery: Nursery, tmp_pat
 
 
 def test_signals_while_the_save_goes_on(nursery: Nursery, tmp_path: Path) -> None:
-    """A second one changes nothing; a third one ends the process, and the engine finishes what was staged."""
+    """A second signal changes nothing; a third one ends the process, and the engine finishes what was staged."""
     for third in (False, True):
         job = Job(nursery, tmp_path / str(third), "save_slowly")
         job.wait_event("step", count=3)
@@ -158,8 +158,21 @@ def test_signals_while_the_save_goes_on(nursery: Nursery, tmp_path: Path) -> Non
         check_rolled_forward(job)
 
 
+def test_the_early_signal_of_a_scheduler_is_followed_by_its_last_one(nursery: Nursery, tmp_path: Path) -> None:
+    """Slurm's --signal=USR1@60, and then SIGTERM while the save goes on."""
+    job = Job(nursery, tmp_path, "save_slowly")
+    job.wait_event("step", count=3)
+    job.ranks[0].signal(signal.SIGUSR1)
+    deadline = time.monotonic() + SOON_S
+    while not list(job.root.glob(".*.incomplete/*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    job.ranks[0].signal(signal.SIGTERM)
+    job.check_ended(128 + signal.SIGUSR1)
+
+
 def check_rolled_forward(job: Job) -> None:
-    """The process was ended when all was staged: the next start publishes what its engine has finished."""
+    """Check that, after a process was ended when all was staged, the next start publishes what its engine finished."""
     step = job.logs[0].events("step")[-1]["step"]
     assert not list(job.root.glob("step-*"))
     state = {"model": nn.Linear(1024, 768, bias=False)}
@@ -168,8 +181,8 @@ def check_rolled_forward(job: Job) -> None:
         assert manager.restore() == step
 
 
-def test_its_time_is_over(nursery: Nursery, tmp_path: Path) -> None:
-    """Where the save takes longer than `signal_timeout`, and where training never comes by."""
+def test_the_deadline_ends_the_process(nursery: Nursery, tmp_path: Path) -> None:
+    """If the save takes longer than `signal_timeout`, and if training never calls `step`."""
     slow = Job(nursery, tmp_path / "slow", "save_slowly", signal_timeout=0.8)
     stuck = Job(nursery, tmp_path / "stuck", mode="stuck", options={"signal_timeout": 0.8})
     impatient = Job(nursery, tmp_path / "impatient", mode="stuck")
@@ -189,7 +202,7 @@ def test_its_time_is_over(nursery: Nursery, tmp_path: Path) -> None:
     check_rolled_forward(slow)
 
 
-def test_children_end_by_their_signals(nursery: Nursery, tmp_path: Path) -> None:
+def test_child_processes_are_ended_by_their_signals(nursery: Nursery, tmp_path: Path) -> None:
     job = Job(nursery, tmp_path, "end_a_child")
     assert job.ranks[0].wait(SOON_S) == 0, job.ranks[0].stderr()
     assert job.logs[0].events("child")[0]["status"] == -signal.SIGTERM

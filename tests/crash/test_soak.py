@@ -57,7 +57,7 @@ LARGE = Soak("large", 2364, 200 if FULL else 8, 10 if FULL else 4, 20 if FULL el
 
 @dataclass(frozen=True)
 class Count:
-    """What a process holds, and what is in its root."""
+    """Resources of a process, and the contents of its root."""
 
     descriptors: int
     threads: int
@@ -97,7 +97,7 @@ def trim() -> None:
 
 
 def engine_mib() -> float:
-    """What the engine holds for itself: file images are shared memory."""
+    """Return the engine's own memory in MiB: file images are shared memory."""
     (engine,) = engines_of(os.getpid())
     status = Path(f"/proc/{engine}/status").read_text()
     return int(status.split("RssAnon:")[1].split()[0]) / 1024
@@ -136,7 +136,7 @@ class Job:
         return handle.exception(60)
 
     def refuse_room(self, step: int) -> BaseException | None:
-        """The engine's writes fail: files may be no longer than this."""
+        """Make the engine's writes fail by a limit on file sizes."""
         (engine,) = engines_of(os.getpid())
         before = resource.prlimit(engine, resource.RLIMIT_FSIZE)
         resource.prlimit(engine, resource.RLIMIT_FSIZE, (1 << 12, before[1]))
@@ -146,7 +146,7 @@ class Job:
         return error
 
     def be_full(self, step: int) -> BaseException | None:
-        """The disk has no room for what rank 0 writes itself."""
+        """Simulate a full disk for what rank 0 writes itself."""
 
         def refuse(storage: LocalStorage, name: str, _data: bytes) -> None:
             raise StorageError("no space left on device", path=storage.path(name), errno=errno.ENOSPC)
@@ -171,7 +171,7 @@ class Job:
             return handle.exception(60)
 
     def hold_what_cannot_be(self, step: int) -> BaseException | None:
-        """The rank itself can't take part."""
+        """Make this rank unable to take part."""
         self.progress["log"] = threading.Lock()
         try:
             self.manager.save(step)

@@ -40,7 +40,7 @@ def told(child: Child) -> list[dict[str, Any]]:
 
 
 def check_receiver(child: Child, *, errors: tuple[str, ...] = ()) -> list[int]:
-    """The versions that a receiver which survived has got, each whole; it was told of nothing but ``errors``."""
+    """Check that a surviving receiver got only complete versions, and no errors but ``errors``; return the versions."""
     assert child.wait(PATIENCE_S) == 0, child.stderr()
     for event in told(child):
         assert event["right"], event
@@ -63,7 +63,7 @@ def check_receiver(child: Child, *, errors: tuple[str, ...] = ()) -> list[int]:
         ),
     ],
 )
-def test_a_receiver_that_is_lost_costs_the_others_nothing_but_a_deadline(
+def test_a_lost_receiver_costs_the_others_only_a_deadline(
     nursery: Nursery, tmp_path: Path, tried: Counter[str], kind: str, word: str, sign: str
 ) -> None:
     base = {"place": str(tmp_path / "place"), "kind": kind}
@@ -97,7 +97,7 @@ def test_a_receiver_that_is_lost_costs_the_others_nothing_but_a_deadline(
 @pytest.mark.parametrize(
     "word", ["Bucket", *(pytest.param(word, marks=pytest.mark.slow) for word in OF_PUBLISHERS if word != "Bucket")]
 )
-def test_a_publisher_that_dies_leaves_receivers_what_they_have_and_a_new_one_goes_on(
+def test_receivers_keep_their_version_after_the_publisher_dies_and_a_new_one_continues(
     nursery: Nursery, tmp_path: Path, tried: Counter[str], kind: str, word: str
 ) -> None:
     base = {"place": str(tmp_path / "place"), "kind": kind}

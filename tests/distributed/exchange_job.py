@@ -25,17 +25,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from _export_files import columns_of, file_of
 
 from holdfast import _torch_compat as compat
-from holdfast.coordination import StoreBoard
+from holdfast.coordination.board import StoreBoard
+from holdfast.coordination.links import GlooLinks, TransferHandle, prefix_store
+from holdfast.coordination.store import clone_store
+from holdfast.coordination.votes import meet
 from holdfast.errors import HoldfastError
-from holdfast.export import gloo
-from holdfast.export.exchange import Exchange
-from holdfast.export.fill import fill_local
-from holdfast.export.links import GlooLinks, Transfer
-from holdfast.export.moves import KeyMapping, MappedTensor, run
 from holdfast.export.plan import plan_export
-from holdfast.export.roll_call import meet
-from holdfast.export.sources import Source
-from holdfast.store_client import clone_store
+from holdfast.export.rank_plan import SourceTensor
+from holdfast.export.transfer import Exchange, fill_local
+from holdfast.keymap.moves import KeyMapping, MappedTensor, run
 
 ROWS, COLUMNS = 1024, 64
 BUCKET_BYTES = 8192
@@ -49,7 +47,7 @@ class WatchedLinks(GlooLinks):
     act: str
     begun: float = 0.0
 
-    def send(self, peer: int, memory: torch.Tensor, tag: int) -> Transfer:
+    def send(self, peer: int, memory: torch.Tensor, tag: int) -> TransferHandle:
         if tag == self.at and not self.begun:
             WatchedLinks.begun = time.monotonic()
             if self.act != "goes on":
@@ -68,7 +66,7 @@ def main() -> None:
     plan = plan_export(
         [file_of([tensor])],
         KeyMapping((tensor,), {}),
-        {"w": Source("w", shape, "float32", columns_of(shape, world))},
+        {"w": SourceTensor("w", shape, "float32", columns_of(shape, world))},
         world=world,
         bucket_bytes=BUCKET_BYTES,
         block_bytes=4096,
@@ -81,7 +79,7 @@ def main() -> None:
     places = clone_store(store)
 
     def make_links(name: str, timeout_s: float) -> WatchedLinks:
-        return WatchedLinks(gloo.prefix_store(name, places), rank, world, timeout_s=timeout_s)
+        return WatchedLinks(prefix_store(name, places), rank, world, timeout_s=timeout_s)
 
     exchange = Exchange(board, make_links, grace_s=GRACE_S)
     try:

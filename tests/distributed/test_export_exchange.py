@@ -20,21 +20,19 @@ from worlds import mesh_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
-from _export_files import File, Place
+from _export_files import File, Place, memories_of
 
 from holdfast import _torch_compat as compat
 from holdfast.boxes import strides
+from holdfast.coordination.failure import RankFailure
+from holdfast.coordination.group import open_group
 from holdfast.errors import CheckpointExists, ConfigError, DeadlineExceeded, HoldfastError
-from holdfast.export.exchange import Exchange
-from holdfast.export.fill import fill_local
-from holdfast.export.moves import KeyMapping, MappedTensor, Move
 from holdfast.export.plan import plan_export
-from holdfast.export.rank_plan import RankPlan
-from holdfast.export.sources import memories_of, sources_of
-from holdfast.group import open_group
-from holdfast.outcome import AbortReason
-from holdfast.plan.shares import World
-from holdfast.plan.structure import Structure, TensorSpec, decode_structure, encode_structure
+from holdfast.export.rank_plan import RankExportPlan, sources_of
+from holdfast.export.transfer import Exchange, fill_local
+from holdfast.format.structure import Structure, TensorSpec, decode_structure, encode_structure
+from holdfast.keymap.moves import KeyMapping, MappedTensor, Move
+from holdfast.plan.placement import World
 from holdfast.state.structure import LayoutTable
 
 TIMEOUT_S = 40.0
@@ -126,7 +124,7 @@ def mapped(name: str, full: torch.Tensor, dtype: torch.dtype) -> tuple[MappedTen
     return MappedTensor(name, tuple(out.shape), compat.dtype_name(dtype), (Move(name, counts, 0, to, 0, by),)), out
 
 
-def export(case: Case, root: Path, *, bucket_bytes: int) -> RankPlan:
+def export(case: Case, root: Path, *, bucket_bytes: int) -> RankExportPlan:
     """What a rank does, by the modules under test; ends with its parts in the files."""
     world, rank, size = agreed_world(case), dist.get_rank(), dist.get_world_size()
     full = full_tensors(case)
@@ -197,7 +195,7 @@ def test_files_are_those_of_safetensors(tmp_path: Path, nproc: int) -> None:
 # what goes wrong -----------------------------------------------------------------------------------------------------
 
 
-def planned() -> tuple[RankPlan, list[torch.Tensor], torch.Tensor]:
+def planned() -> tuple[RankExportPlan, list[torch.Tensor], torch.Tensor]:
     """Columns of a matrix: every rank has something for every other, in many rounds."""
     world = dist.get_world_size()
     case = {"y": sharded(value("y", 400, 100 * world), mesh_of(world), Shard(1))}
@@ -248,7 +246,7 @@ def one_rank_fails_in_the_middle() -> None:
     text = same_error(
         ConfigError, lambda: exchange.run(plan, broken, image, key="b", timeout_s=TIMEOUT_S), within_s=10.0
     )
-    assert "rank 1: what is staged of 'y'" in text
+    assert "rank 1: the staged part of 'y'" in text
     exchange.run(plan, memories, image, key="c", timeout_s=TIMEOUT_S)
     if rank == 0:
         exchange.forget("b")
@@ -277,7 +275,7 @@ def an_attempt_that_is_given_up() -> None:
     plan, memories, image = planned()
     exchange, rank = open_exchange(), dist.get_rank()
     exchange.run(plan, memories, image, key="a", timeout_s=TIMEOUT_S)
-    reason = AbortReason.of(CheckpointExists("it is there already", path="/x"), rank=1)
+    reason = RankFailure.of(CheckpointExists("it is there already", path="/x"), rank=1)
     at = time.monotonic() + 1.0
     given_up = lambda: reason if time.monotonic() > at else None  # noqa: E731
     if rank == 0:  # the others wait for it

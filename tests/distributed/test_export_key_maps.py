@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from _export_models import sources_of, tiny_model
 
-from holdfast.export.key_map import compile_key_map
+from holdfast.keymap.compile import compile_key_map
 
 pytest.importorskip("transformers")
 

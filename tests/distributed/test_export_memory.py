@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "compat"))
+
+from _object_server import Server
+from _on_stores import set_environment
 
 import holdfast
 
@@ -109,7 +116,7 @@ def sharded_model(layers: int, world: int) -> nn.Module:
     return model
 
 
-def check_values(path: Path, layers: int) -> None:
+def check_values(path: Path | str, layers: int) -> None:
     exported = holdfast.open(path)
     for number in range(layers):
         rows = exported.read(f"{number}.weight", (slice(WIDTH // 2 - 1, WIDTH // 2 + 1),))
@@ -168,3 +175,34 @@ def check(what: str, extra: Extra, share: int) -> None:
 )
 def test_an_export_takes_its_share_and_64_mib(ranks: int, layers: int, tmp_path: Path) -> None:
     run_job(memory_of_exports, nproc=ranks, args=[tmp_path, layers])
+
+
+SHARD_BYTES = 16 * MIB
+UPLOADS = 96 * MIB
+"""What an engine's HTTP client may take beside the buffers of the exchange: parts that are being sent."""
+
+
+def memory_on_a_store(endpoint: str, bucket: str, layers_text: str) -> None:
+    set_environment(endpoint)
+    rank, world, layers = dist.get_rank(), dist.get_world_size(), int(layers_text)
+    dist.barrier()
+    with measured() as small:
+        holdfast.export_hf(sharded_model(4, world), f"s3://{bucket}/small", dtype="bfloat16")
+    model = sharded_model(layers, world)
+    share = layers * LAYER_BYTES // 2 // world
+    dist.barrier()
+    with measured() as extra:
+        url = holdfast.export_hf(model, f"s3://{bucket}/now", dtype="bfloat16", max_shard_bytes=SHARD_BYTES)
+    if rank == 0:
+        check_values(url, layers)
+    extra.engines -= small.engines
+    trainer, engines, least = (nbytes / MIB for nbytes in (extra.trainer, extra.engines, share))
+    said = f"on a store: {trainer:.1f} MiB in the trainer and {engines:.1f} in engines, for a share of {least:.1f}"
+    print(said)
+    assert extra.trainer <= share + SHARD_BYTES + BUFFERS, said
+    assert extra.trainer + extra.engines <= share + SHARD_BYTES + BUFFERS + UPLOADS, said
+
+
+@pytest.mark.parametrize(("ranks", "layers"), [(2, 12), pytest.param(4, 48, marks=pytest.mark.slow)])
+def test_on_a_store_it_takes_one_file_more(ranks: int, layers: int, object_server: Server) -> None:
+    run_job(memory_on_a_store, nproc=ranks, args=[object_server.endpoint, object_server.bucket(), layers])

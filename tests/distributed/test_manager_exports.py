@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
-from holdfast.commit import Attempt
+from holdfast.commit.attempt import Attempt
 from holdfast.errors import HoldfastError, StorageError
-from holdfast.export.session import Ticket
+from holdfast.export.exporter import ExportJob
 
 WIDTH = 96
 PUBLISHED_S = 60.0
@@ -135,10 +135,10 @@ def test_the_export_after_one_that_a_rank_could_not_begin_is_published(tmp_path:
 
 
 def one_rank_has_no_capture_in_time(place: str) -> None:
-    wait = Ticket.wait
+    wait = ExportJob.wait
     never = lambda ticket, timeout_s: False if ticket.step == 2 else wait(ticket, timeout_s)  # noqa: E731
     deadlines = {"persist_timeout": 3.0, "commit_timeout": 2.0}
-    ends = outcomes(place, lambda: mock.patch.object(Ticket, "wait", never), **deadlines)
+    ends = outcomes(place, lambda: mock.patch.object(ExportJob, "wait", never), **deadlines)
     assert ends[0] is None
     assert isinstance(ends[1], HoldfastError)
     assert ends[2] is None, f"the export after the one that failed: {ends[2]!r}"

@@ -22,8 +22,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast.boxes import Box, first_defect, whole
+from holdfast.format.structure import MeshLayout, Placement, Structure, TensorSpec
 from holdfast.plan.placement import local_boxes, local_shape
-from holdfast.plan.structure import MeshLayout, Placement, Structure, TensorSpec
 from holdfast.plan.write import plan_save
 
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from _stored import Stored
 
 from holdfast.errors import ConfigError
-from holdfast.plan.structure import Placement, Structure, decode_structure, digest_of, encode_structure
+from holdfast.format.structure import Placement, Structure, decode_structure, digest_of, encode_structure
 from holdfast.plan.write import plan_save
 from holdfast.state.entries import local_tensor
 from holdfast.state.structure import structure_of

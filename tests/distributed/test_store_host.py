@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from store_host import Host
 
-from holdfast import store_client
-from holdfast.coordination import StoreBoard
-from holdfast.group import open_group
-from holdfast.store_client import BoardLost
+import holdfast
+from holdfast import errors
+from holdfast.coordination import store as store_client
+from holdfast.coordination.board import StoreBoard
+from holdfast.coordination.group import open_group
+from holdfast.coordination.store import BoardLost
+from holdfast.errors import HoldfastError
+from holdfast.sync import DirectoryTransport, Publisher
 
 ANSWERED_S = 4.0
 """More than a deadline itself that an answer may take here."""
@@ -57,6 +63,40 @@ def test_a_host_that_is_gone_is_noticed_at_once(host: Host) -> None:
             board.try_get("key")
     assert time.monotonic() - began < ANSWERED_S
     board.close()
+
+
+PUBLIC = {error for error in vars(errors).values() if isinstance(error, type) and issubclass(error, HoldfastError)}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_users_are_told_of_a_store_that_is_gone_by_errors_that_they_know(host: Host, tmp_path: Path) -> None:
+    state = {"w": torch.ones(3)}
+    holdfast.save(state, tmp_path / "before")
+    dist.init_process_group("gloo", store=host.store(), rank=0, world_size=1)
+    try:
+        manager = holdfast.CheckpointManager(tmp_path / "run", state)
+        manager.save(1).result()
+        host.kill()
+        calls: dict[str, Callable[[], object]] = {
+            "save": lambda: holdfast.save(state, tmp_path / "c", timeout=20),
+            "async_save": lambda: holdfast.async_save(state, tmp_path / "d", timeout=20).result(),
+            "load": lambda: holdfast.load(state, tmp_path / "before", timeout=20),
+            "manager.save": lambda: manager.save(2).result(60),
+            "manager.restore": manager.restore,
+            "manager": lambda: holdfast.CheckpointManager(tmp_path / "other", state),
+            "export_hf": lambda: holdfast.export_hf(torch.nn.Linear(1, 1), tmp_path / "e", timeout=20),
+            "publish": lambda: Publisher(DirectoryTransport(tmp_path / "v")).publish(state, 1, 20),
+            "close": manager.close,
+        }
+        for what, call in calls.items():
+            try:
+                call()
+            except HoldfastError as error:
+                found = type(error)
+                assert found in PUBLIC, f"{what}: {found.__name__}: {error}"  # noqa: PT017
+                assert str(error), what  # noqa: PT017
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("timeout", "found_s"), [(1, 8.0), (20.0, 20.0), (10**400, 30.0), (None, 30.0), ("x", 30.0)])

@@ -12,11 +12,11 @@ import pytest
 import torch
 from store_host import Host
 
+from holdfast.coordination.store import BoardLost
 from holdfast.errors import ConfigError, DeadlineExceeded
-from holdfast.store_client import BoardLost
 from holdfast.sync import Publisher, Receiver, SharedMemoryTransport
-from holdfast.sync.rendezvous import Asking, open_rendezvous
-from holdfast.sync.waiting import Leaving
+from holdfast.sync.session.futures import CloseSignal
+from holdfast.sync.session.rendezvous import RendezvousClient, open_rendezvous
 
 ANSWERED_S = 4.0
 """More than a deadline itself that an answer may take here."""
@@ -79,7 +79,7 @@ def test_a_call_that_comes_back_late_is_not_taken_for_the_next_ones_answer(tmp_p
         return real(key)
 
     rendezvous.get = slow  # type: ignore[method-assign]
-    asking = Asking(rendezvous, Leaving())
+    asking = RendezvousClient(rendezvous, CloseSignal())
     with pytest.raises(BoardLost, match=os.path.basename(tmp_path)):
         asking.get("a", 0.1)
     threading.Timer(0.2, may_go.set).start()

@@ -29,8 +29,17 @@ from worlds import (
 from holdfast import _torch_compat as compat
 from holdfast.boxes import Box, first_defect, whole
 from holdfast.dtypes import ITEMSIZE
-from holdfast.sync.layout import Part, Piece, Wanted, plan_buckets, select
-from holdfast.sync.pieces import Local, Look, Outgoing, destinations_of, pack, places_of, unpack, whole_places
+from holdfast.state.entries import torch_dtype
+from holdfast.sync.weights.buckets import Piece, PieceBox, Wanted, plan_buckets, select
+from holdfast.sync.weights.pieces import (
+    Local,
+    Outgoing,
+    WeightsSpec,
+    destinations_of,
+    pack,
+    places_of,
+    unpack,
+)
 
 BUCKET_BYTES = 1500
 Places = dict[str, list[Local]]
@@ -54,7 +63,7 @@ def weights(how: Parallelize, tag: str, *, received: bool = False) -> dict[str, 
 
 def outgoing(tensors: dict[str, torch.Tensor]) -> Outgoing:
     ranks = tuple(range(dist.get_world_size()))
-    look = Look(tensors, rank=dist.get_rank(), group_ranks=ranks)
+    look = WeightsSpec(tensors, rank=dist.get_rank(), group_ranks=ranks)
     assert look.stands(dict(tensors))
     told = gathered((look.digest, look.structure))
     return Outgoing(look, dict(told), [digest for digest, _ in told])
@@ -79,7 +88,7 @@ def carry(tensors: dict[str, torch.Tensor], receivers: list[tuple[list[Wanted] |
     tables: list[list[Piece]] = gathered(sent.table)
     check_tables(tables, tensors)
     rank = dist.get_rank()
-    wants: list[list[list[Part]]] = []
+    wants: list[list[list[PieceBox]]] = []
     mine: list[tuple[int, Places]] = []
     for number, found in enumerate(gathered([select(tables, wanted) for wanted, _ in receivers])):
         mine += [(len(wants) + at, places) for at, (_, places) in enumerate(receivers) if number == rank]
@@ -106,7 +115,8 @@ def check_pair(how: Parallelize, other: Parallelize) -> None:
             Piece(name, compat.dtype_name(tensor.dtype), tuple(tensor.shape), *whole(tuple(tensor.shape)))
             for name, tensor in into.items()
         ]
-        receivers.append((None, whole_places(pieces)))
+        memory = {piece.name: torch.empty(piece.shape, dtype=torch_dtype(piece.dtype)) for piece in pieces}
+        receivers.append((None, {name: [Local(whole(tuple(new.shape)), new)] for name, new in memory.items()}))
     carry(sent, receivers)
     assert set(names) == set(into)
     expected = weights(other, "sent", received=True)

@@ -32,21 +32,19 @@ except ImportError:
 
 with atheris.instrument_imports(include=["holdfast"]) if atheris else contextlib.nullcontext():
     import holdfast
-    from holdfast.checkpoint import Checkpoint
+    from holdfast.catalog.retention import decode_lineage
+    from holdfast.commit.publish import find_gap
     from holdfast.errors import HoldfastError
-    from holdfast.foreign import find_foreign
     from holdfast.format import manifest as m
-    from holdfast.format.dcp_reader import parse_metadata
-    from holdfast.format.object_reader import read_object
-    from holdfast.format.objects import dump_object, object_capacity, render_object
-    from holdfast.format.parts import FilePart, gap_in, join
-    from holdfast.format.pickle_reader import Refused
+    from holdfast.format.dcp_metadata_reader import parse_metadata
+    from holdfast.format.manifest import FilePart, gap_in, join
+    from holdfast.format.objects import dump_object, object_capacity, read_object, render_object
+    from holdfast.format.pickles import PickleRefused
     from holdfast.format.sealed import seal, xxh3_128
-    from holdfast.format.zip_entries import MalformedRecord
-    from holdfast.lineage import decode_lineage
-    from holdfast.opening import open_source
-    from holdfast.publish import find_gap
-    from holdfast.verifying import verify_source
+    from holdfast.format.torch_record import MalformedRecord
+    from holdfast.loader.checkpoint import Checkpoint, verify_source
+    from holdfast.loader.sources.open import open_source
+    from holdfast.loader.sources.stock_dcp import find_foreign
 
 import msgspec
 import numpy as np
@@ -58,6 +56,7 @@ INPUT_BYTES_MAX = 1 << 16
 INPUT_S_MAX = 20
 READ_BYTES_MAX = 1 << 20
 NOTED_EVERY = 50
+BY_CHANCE = 24  # inputs of each kind before guidance, which may find one kind dull
 
 
 class Broken(BaseException):
@@ -145,12 +144,12 @@ def read_export_plan(data: bytes) -> None:
 
 
 def read_metadata(data: bytes) -> None:
-    with contextlib.suppress(Refused):
+    with contextlib.suppress(PickleRefused):
         parse_metadata(data)
 
 
 def read_record(data: bytes) -> None:
-    with contextlib.suppress(Refused, MalformedRecord):
+    with contextlib.suppress(PickleRefused, MalformedRecord):
         read_object(memoryview(data))
 
 
@@ -311,7 +310,7 @@ def pickles() -> list[bytes]:
 
 def inside_record(data: bytes) -> bytes:
     """The pickle as a record."""
-    from holdfast.format.object_writer import ObjectPayload
+    from holdfast.format.objects import ObjectPayload
 
     payload = ObjectPayload(data, ())
     return render_object(payload, object_capacity(payload))
@@ -425,6 +424,15 @@ class Run:
         if sum(self.counts.values()) % NOTED_EVERY == 0:  # the guided run ends without a word
             self.note()
 
+    def checked(self, data: bytes) -> None:
+        """`one` outside the guided run: what ends the process is left as ``crash-last``."""
+        left = self.place / "crash-last"
+        left.write_bytes(data)
+        signal.alarm(INPUT_S_MAX)  # ends the process
+        self.one(data)
+        signal.alarm(0)
+        left.unlink()
+
     def note(self) -> None:
         (self.place / "counts.json").write_text(json.dumps(self.counts))
 
@@ -438,28 +446,24 @@ def main(runs: int, seed: int, place: Path, *, only: str | None, guided: bool) -
         with contextlib.suppress(Broken):
             run.one(data)
     for data in corpus:
-        (place / "crash-last").write_bytes(data)
-        run.one(data)
+        run.checked(data)
     limit_memory()
+    rng = random.Random(seed)
+    for number, name in enumerate(run.names):
+        for _ in range(BY_CHANCE):
+            run.checked(bytes((number,)) + mutated(rng, run.kinds[name][1]))
     if guided:
         seeds = place / "corpus"
         seeds.mkdir()
         for number, data in enumerate(corpus):
             (seeds / str(number)).write_bytes(data)
-        (place / "crash-last").unlink()
         options = [f"-runs={runs}", f"-seed={seed}", f"-max_len={INPUT_BYTES_MAX}", f"-timeout={INPUT_S_MAX}"]
         options += ["-verbosity=0", f"-artifact_prefix={place}/", "-rss_limit_mb=4096", str(seeds)]
         atheris.Setup([sys.argv[0], *options], run.one)
         atheris.Fuzz()
-    rng = random.Random(seed)
     for _ in range(runs):
-        data = mutated(rng, corpus)
-        (place / "crash-last").write_bytes(data)
-        signal.alarm(INPUT_S_MAX)  # ends the process
-        run.one(data)
-    signal.alarm(0)
+        run.checked(mutated(rng, corpus))
     run.note()
-    (place / "crash-last").unlink()
 
 
 if __name__ == "__main__":

@@ -16,18 +16,23 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
-from _export_files import File, file_of, rows_of
+from _export_files import File, file_of, memories_of, rows_of
 
 from holdfast.boxes import Box, strides, whole
 from holdfast.dtypes import ITEMSIZE
-from holdfast.export.moves import KeyMapping, MappedTensor, Move
-from holdfast.export.ownership import Owned, Span, share_blocks
-from holdfast.export.plan import ExportPlan, plan_export
-from holdfast.export.rank_plan import BUCKET, BUCKETS, Copy, RankPlan
-from holdfast.export.sources import Memory, Source, memories_of, sources_of
-from holdfast.plan.placement import local_boxes, local_shape
-from holdfast.plan.shares import World
-from holdfast.plan.structure import MeshLayout, Placement, Structure, TensorSpec
+from holdfast.export.plan import ExportPlan, Owned, Span, plan_export, share_blocks, share_files
+from holdfast.export.rank_plan import (
+    BUCKET,
+    BUCKETS,
+    BufferRegion,
+    Copy,
+    RankExportPlan,
+    SourceTensor,
+    sources_of,
+)
+from holdfast.format.structure import MeshLayout, Placement, Structure, TensorSpec
+from holdfast.keymap.moves import KeyMapping, MappedTensor, Move
+from holdfast.plan.placement import World, local_boxes, local_shape
 
 Array = np.ndarray[Any, np.dtype[Any]]
 BLOCK = 64
@@ -56,7 +61,7 @@ def make(copies: Sequence[Copy], memories: Sequence[Array], bucket: Array | None
         into[...] = source.astype(copy.target_dtype)
 
 
-def carry_out(plan: ExportPlan, plans: list[RankPlan], memories: list[list[Array]]) -> dict[str, Array]:
+def carry_out(plan: ExportPlan, plans: list[RankExportPlan], memories: list[list[Array]]) -> dict[str, Array]:
     """What all ranks write; checks what they may use for it."""
     images = [np.full(mine.image_bytes, 0xEE, dtype=np.uint8) for mine in plans]
     for mine, image, memory in zip(plans, images, memories, strict=True):
@@ -275,17 +280,27 @@ def expected(file: File, values: dict[str, Array]) -> bytes:
 
 
 @settings(max_examples=400, deadline=None)
-@given(exports(), st.sampled_from([48, 100, 1000]), st.booleans())
+@given(exports(), st.sampled_from([48, 100, 1000]), st.booleans(), st.booleans())
 def test_a_plan_carried_out_gives_the_files(
-    case: tuple[State, list[File], KeyMapping, dict[str, Array]], bucket_bytes: int, as_local_tensors: bool
+    case: tuple[State, list[File], KeyMapping, dict[str, Array]],
+    bucket_bytes: int,
+    as_local_tensors: bool,
+    whole_files: bool,
 ) -> None:
     state, files, mapping, values = case
     world = state.of_world()
     sources = sources_of(world, state.world)
     streams = 2 * (state.world - 1)
     plan = plan_export(
-        files, mapping, sources, world=state.world, bucket_bytes=bucket_bytes + 16 * streams, block_bytes=BLOCK
+        files,
+        mapping,
+        sources,
+        world=state.world,
+        bucket_bytes=bucket_bytes + 16 * streams,
+        block_bytes=BLOCK,
+        whole_files=whole_files,
     )
+    assert not whole_files or all(part.size == part.total for parts in plan.parts for part in parts)
     plans, memories = [], []
     for rank in range(state.world):
         known = memories_of(world, rank) if as_local_tensors else {}
@@ -297,7 +312,7 @@ def test_a_plan_carried_out_gives_the_files(
             assert found[file.name].tobytes() == expected(file, values)
 
 
-def held(state: State, rank: int, memory: Memory, as_local_tensors: bool) -> Array:
+def held(state: State, rank: int, memory: BufferRegion, as_local_tensors: bool) -> Array:
     local = state.local(memory.source, rank) if as_local_tensors else state.values[memory.source][cut(memory.box)]
     assert local.shape == memory.sizes
     return np.frombuffer(local.tobytes(), dtype=np.uint8).copy()
@@ -366,13 +381,37 @@ def test_what_one_rank_alone_holds_of_blocks_is_its_own(world: int, lengths: lis
                 assert span.ranks == (item.owner,)
 
 
+@given(held_files())
+def test_every_file_is_whole_on_one_rank_and_no_rank_has_much_more_than_its_share(
+    case: tuple[int, list[tuple[int, list[Span]]]],
+) -> None:
+    world, files = case
+    held: list[tuple[int, dict[tuple[int, ...], int]]] = []
+    for size, spans in files:
+        by_ranks: dict[tuple[int, ...], int] = {}
+        for span in spans:
+            by_ranks[span.ranks] = by_ranks.get(span.ranks, 0) + span.nbytes
+        held.append((size, by_ranks))
+    owned = share_files(held, world, BLOCK)
+    assert [(item.file, item.first, item.blocks) for item in owned] == [
+        (number, 0, -(-size // BLOCK)) for number, (size, _) in enumerate(files) if size
+    ]
+    total, largest = sum(size for size, _ in files), max((size for size, _ in files), default=0)
+    loads = [sum(files[item.file][0] for item in owned if item.owner == rank) for rank in range(world)]
+    assert all(load * world < total + largest * world or not load for load in loads)
+    for item in owned:
+        has = [sum(n for ranks, n in held[item.file][1].items() if rank in ranks) for rank in range(world)]
+        better = [rank for rank in range(world) if has[item.owner] * 4 < has[rank] * 3]
+        assert all(loads[rank] * world >= total for rank in better), "only who has its share already was passed over"
+
+
 def test_one_rank_owns_everything_in_one_part() -> None:
     assert share_blocks([(10 * BLOCK, [])], 1, BLOCK) == [Owned(0, 0, 10, 0)]
 
 
 def test_pieces_of_dim_zero_shards_stay_where_they_are() -> None:
     shape, world = (64, 32), 4
-    source = Source("w", shape, "int16", rows_of(shape, world))
+    source = SourceTensor("w", shape, "int16", rows_of(shape, world))
     tensor = MappedTensor("w", shape, "int16", move_of("w", [(64 * 32, 1, 1)], 0, 0))
     file = file_of([tensor])
     plan = plan_export([file], KeyMapping((tensor,), {}), {"w": source}, world=world, block_bytes=BLOCK)

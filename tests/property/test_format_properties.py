@@ -16,6 +16,7 @@ from holdfast.format.manifest import (
     EXTENT_BYTES,
     FORMAT,
     AttemptPlan,
+    FilePart,
     IndexTensor,
     Manifest,
     ManifestFile,
@@ -35,11 +36,9 @@ from holdfast.format.manifest import (
     report_name,
 )
 from holdfast.format.objects import dump_object, load_object, object_capacity, render_object
-from holdfast.format.parts import FilePart
-from holdfast.format.pickle_reader import Refused, Vocabulary, read_pickle
+from holdfast.format.pickles import PickleRefused, Vocabulary, read_pickle
 from holdfast.format.sealed import xxh3_128
-from holdfast.format.torch_record import measure, payload_bytes, render
-from holdfast.format.zip_entries import MalformedRecord, read_entries
+from holdfast.format.torch_record import MalformedRecord, measure, payload_bytes, read_entries, render
 
 names = st.text(st.characters(exclude_characters="/\\\0", exclude_categories=["Cs"]), min_size=1, max_size=40).filter(
     lambda name: name not in (".", "..")
@@ -287,7 +286,7 @@ def test_a_damaged_record_loads_as_something_or_is_refused(edits):
 @settings(max_examples=400, deadline=None)
 def test_noise_is_no_pickle_and_no_archive(noise):
     for action, refusal in (
-        (lambda: read_pickle(noise, Vocabulary({}, {})), Refused),
+        (lambda: read_pickle(noise, Vocabulary({}, {})), PickleRefused),
         (lambda: read_entries(memoryview(noise)), MalformedRecord),
     ):
         with suppress(refusal):

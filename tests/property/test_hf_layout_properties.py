@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from holdfast._torch_compat import dtype_name
-from holdfast.export.hf_layout import TORCH_CODES, HFLayout, TargetTensor, layout, target_of
+from holdfast.export.layout import TORCH_CODES, HFLayout, TargetTensor, layout, target_of
 
 hub = pytest.importorskip("huggingface_hub")
 

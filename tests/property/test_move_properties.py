@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from holdfast.boxes import Box, element_offset, whole
-from holdfast.export.moves import (
+from holdfast.keymap.moves import (
     Move,
     coalesced,
     first_defect,

@@ -22,10 +22,10 @@ from holdfast.boxes import (
     subtract,
     whole,
 )
-from holdfast.format.dcp import StoredPlan, StoredRank, render_metadata
+from holdfast.format.dcp_metadata import StoredPlan, StoredRank, render_metadata
 from holdfast.format.manifest import ReportFile
+from holdfast.format.structure import MeshLayout, Placement, Structure, TensorSpec
 from holdfast.format.torch_record import measure
-from holdfast.plan.index import index_of
 from holdfast.plan.placement import local_boxes, local_shape
 from holdfast.plan.read import (
     StoredShard,
@@ -38,8 +38,7 @@ from holdfast.plan.read import (
     plan_reads,
     row_chunks,
 )
-from holdfast.plan.structure import MeshLayout, Placement, Structure, TensorSpec
-from holdfast.plan.write import plan_rank, plan_save
+from holdfast.plan.write import index_of, plan_rank, plan_save
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

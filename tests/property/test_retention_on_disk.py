@@ -20,6 +20,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from holdfast.catalog.catalog import Catalog, Pins
+from holdfast.catalog.retention import Best, Keep
+from holdfast.catalog.root import published
 from holdfast.errors import CheckpointExists, StorageError
 from holdfast.format.manifest import (
     MANIFEST_NAME,
@@ -29,12 +32,9 @@ from holdfast.format.manifest import (
     encode_manifest,
     report_name,
 )
-from holdfast.keeping import Keeper
-from holdfast.pins import Pins
-from holdfast.retention import Best, Keep
-from holdfast.root import attempt_id, hidden_name, parse_hidden, published
+from holdfast.storage.entries import attempt_id, hidden_name, parse_hidden
+from holdfast.storage.leases import being_read
 from holdfast.storage.local import LocalStorage
-from holdfast.storage.reader_lease import being_read
 
 TEMPLATE = "step-{step}"
 REPORT = ManifestReport(0, report_name(0), 100, "0" * 32, 7)
@@ -76,6 +76,8 @@ class Root(RuleBasedStateMachine):
         """What it has gone back to, until it has published something."""
         self.latest: int | None = None
         """What was published last, since the run went back if it did."""
+        self.models: list[int] = []
+        """Steps that hold only a model, in the order of their publication."""
         self.pinned: set[int] = set()
         self.readers: dict[int, contextlib.ExitStack] = {}
         COUNTS["sequences"] += 1
@@ -83,7 +85,7 @@ class Root(RuleBasedStateMachine):
     @initialize(keep=keeps)
     def begin(self, keep: Keep) -> None:
         self.keep = keep
-        self.keeper = Keeper(self.storage, TEMPLATE, keep)
+        self.keeper = Catalog(self.storage, TEMPLATE, keep)
 
     def teardown(self) -> None:
         for reader in self.readers.values():
@@ -116,9 +118,9 @@ class Root(RuleBasedStateMachine):
         step = self.at + further
         name = TEMPLATE.format(step=step)
         try:
-            extra, replaces = self.keeper.place(step, name, ())
+            extra, replaces = self.keeper.place(step, name, (), spare_models=resumable)
         except CheckpointExists:
-            assert step in self.pinned
+            assert step in self.pinned or (resumable and step in self.models)
             self.at = step
             return
         there = self.storage.exists(name)
@@ -133,6 +135,7 @@ class Root(RuleBasedStateMachine):
         self.storage.rename(hidden, name)
         COUNTS["publishes"] += 1
         self.at, self.latest, self.attempts[step] = step, step, attempt
+        self.models = [model for model in self.models if model != step] + ([] if resumable else [step])
         self.resume = step if resumable else self.resume if self.origin is None else self.origin
         self.origin = None if resumable else self.origin
         assert resumable or self.resume != step, "a model took the place of what the run resumes from"
@@ -144,6 +147,8 @@ class Root(RuleBasedStateMachine):
         self.keeper.apply_retention(step, lambda trash: None)
         gone = before - {found for found, _ in published(self.storage, TEMPLATE)}
         COUNTS["deletions"] += len(gone)
+        assert not set(self.models[-1:]) & gone, "the newest model is what was shipped"
+        self.models = [model for model in self.models if model not in gone]
         for found in gone:
             self.attempts.pop(found, None)
 
@@ -198,7 +203,7 @@ class Root(RuleBasedStateMachine):
         """The process ends, however; the next one has other rules and takes what is newest."""
         COUNTS["acts"] += 1
         self.keep = keep
-        self.keeper = Keeper(self.storage, TEMPLATE, keep)
+        self.keeper = Catalog(self.storage, TEMPLATE, keep)
         found = self.keeper.candidates(None)
         assert (found[0][0] if found else None) == self.resume
         self.keeper.resumed_from(self.resume)
@@ -245,7 +250,7 @@ class Root(RuleBasedStateMachine):
     def the_newest_is_what_a_start_would_take(self) -> None:
         if not hasattr(self, "keeper"):
             return
-        found = Keeper(self.storage, TEMPLATE, None).candidates(None)
+        found = Catalog(self.storage, TEMPLATE, None).candidates(None)
         assert (found[0][0] if found else None) == self.resume
 
     @invariant()

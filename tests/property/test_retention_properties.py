@@ -8,13 +8,21 @@ import random
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from holdfast.lineage import Lineage, decode_lineage, in_order, lineage_from
-from holdfast.retention import Best, Entry, Keep, select_deletions
+from holdfast.catalog.retention import (
+    Best,
+    CheckpointEntry,
+    Keep,
+    Lineage,
+    decode_lineage,
+    in_order,
+    lineage_from,
+    select_deletions,
+)
 
 _metrics = st.dictionaries(st.sampled_from(["loss", "acc"]), st.floats(), max_size=2)
 _entries = st.lists(
     st.builds(
-        Entry,
+        CheckpointEntry,
         step=st.integers(0, 60),
         created_s=st.floats(0, 1e5),
         metrics=_metrics,
@@ -83,7 +91,7 @@ _acts = st.lists(
 @given(_acts, _keeps)
 @example([*[("save", 0)] * 6, ("model", 0), ("pin", 6), ("restart", 0)], Keep(last=None))
 def test_whatever_a_run_does_it_keeps_what_it_published_last_and_what_it_could_resume_from(acts, keep):
-    there: dict[int, Entry] = {}
+    there: dict[int, CheckpointEntry] = {}
     lineage, at, resumable, own = None, 0, None, None
     for act, number in acts:
         by_age = in_order(there.values(), lambda entry: (entry.step, entry.lineage))
@@ -104,7 +112,7 @@ def test_whatever_a_run_does_it_keeps_what_it_published_last_and_what_it_could_r
             if lineage is None:
                 lineage = lineage_from([(entry.step, entry.lineage) for entry in there.values()], resumable or 0)
                 assert decode_lineage(lineage.encode()) == lineage
-            there[step] = Entry(step, float(step), resumable=act == "save", lineage=lineage)
+            there[step] = CheckpointEntry(step, float(step), resumable=act == "save", lineage=lineage)
             resumable, own = (step, step) if act == "save" else (resumable, own)
             doomed = select_deletions(list(there.values()), keep, step)
             assert step not in doomed
@@ -112,6 +120,40 @@ def test_whatever_a_run_does_it_keeps_what_it_published_last_and_what_it_could_r
             assert in_order(there.values(), lambda entry: (entry.step, entry.lineage))[-1].step == step
             for gone in doomed:
                 del there[gone]
+
+
+@given(_acts, _keeps)
+@example([("save", 0), ("save", 0), ("model", 0), ("back", 1), ("save", 3), ("save", 0), ("model", 0)], Keep(last=1))
+@example([("save", 0), ("model", 0), ("restart", 0), ("save", 2), ("restart", 0), ("save", 0)], Keep(last=0))
+def test_a_model_that_a_run_left_behind_stays_and_so_does_the_newest(acts, keep):
+    there: dict[int, CheckpointEntry] = {}
+    led_to: dict[int, list[int]] = {}
+    """By step: what the run that published it had come by."""
+    lineage, path, models = None, [], []
+    for act, number in acts:
+        if act in {"back", "restart"}:
+            by_age = in_order(there.values(), lambda entry: (entry.step, entry.lineage))
+            wholes = [entry.step for entry in by_age if entry.resumable]
+            if wholes:
+                origin = wholes[-1] if act == "restart" else wholes[number % len(wholes)]
+                lineage, path = None, [*led_to[origin], origin]
+        elif act in {"save", "model"}:
+            step = (path[-1] if path else 0) + 1 + number % 7
+            if act == "save" and step in there and not there[step].resumable:
+                continue  # a run leaves the model of another where it is
+            if lineage is None:
+                known = [(entry.step, entry.lineage) for entry in there.values()]
+                lineage = lineage_from(known, path[-1] if path else step - 1)
+            there[step] = CheckpointEntry(step, float(step), resumable=act == "save", lineage=lineage)
+            led_to[step], path = path, [*path, step]
+            models = [model for model in models if model != step] + ([step] if act == "model" else [])
+            doomed = select_deletions(list(there.values()), keep, step)
+            own = [model for model in models if model in path]
+            assert not set(doomed) & (set(models) - set(own)), "left behind, and nobody has another"
+            assert not own or own[-1] not in doomed
+            for gone in doomed:
+                del there[gone]
+            models = [model for model in models if model in there]
 
 
 def test_what_was_left_behind_is_older_than_all_that_led_here():

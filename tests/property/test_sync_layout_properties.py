@@ -11,10 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_plan_properties import Array, boxes_in, cut, tilings, within
 
-from holdfast.boxes import Box, whole
+from holdfast.boxes import Box, row_blocks, whole
 from holdfast.dtypes import ITEMSIZE
-from holdfast.sync.delta import narrowed
-from holdfast.sync.layout import ALIGN_BYTES, BucketPlan, Part, Piece, Wanted, plan_buckets, runs_of, select
+from holdfast.sync.weights.buckets import (
+    BUCKET_ALIGN_BYTES,
+    BucketPlan,
+    Piece,
+    PieceBox,
+    Wanted,
+    plan_buckets,
+    select,
+)
+from holdfast.sync.weights.delta import narrowed
 
 DTYPES = {"bool": np.uint8, "bfloat16": np.uint16, "float32": np.uint32, "complex64": np.uint64, "complex128": "V16"}
 """What numpy moves the bits of each as."""
@@ -91,14 +99,14 @@ def check_plan(case: Case, table: list[Piece], plans: list[BucketPlan]) -> None:
         for entry in plan.entries:
             piece = table[entry.piece]
             assert entry.nbytes == entry.box.volume * ITEMSIZE[piece.dtype]
-            assert entry.at % ALIGN_BYTES == 0
+            assert entry.at % BUCKET_ALIGN_BYTES == 0
             assert entry.at >= end or not entry.nbytes
             end = max(end, entry.at + entry.nbytes)
             assert entry.piece >= last.get(plan.lane, 0)
             last[plan.lane] = entry.piece
 
 
-def carry(case: Case, parts: list[list[list[Part]]]) -> tuple[list[dict[str, Array]], dict[str, Array]]:
+def carry(case: Case, parts: list[list[list[PieceBox]]]) -> tuple[list[dict[str, Array]], dict[str, Array]]:
     """Send every receiver its parts; what each has then, with how often each element came, and what was sent."""
     counts = [{name: np.zeros(value.shape, int) for name, value in case.values.items()} for _ in case.wishes]
     sent = {name: np.zeros(value.shape, int) for name, value in case.values.items()}
@@ -145,7 +153,7 @@ def test_of_a_delta_the_changed_elements_arrive_and_no_others(case: Case, data: 
     changed: list[list[list[Box]]] = []
     for table in case.tables:
         boxes = [
-            [extent for extent in runs_of(piece.box, data.draw(st.integers(1, 8))) if data.draw(st.booleans())]
+            [extent for extent in row_blocks(piece.box, data.draw(st.integers(1, 8))) if data.draw(st.booleans())]
             for piece in table
         ]
         changed.append(boxes)

@@ -9,10 +9,10 @@ from simulator.mutations import MUTATIONS
 
 @pytest.fixture(scope="module")
 def hunted():
-    return {facts["mutation"]: facts for facts in told_by(in_parts("--mutations"), timeout_s=580.0)}
+    return {facts["mutation"]: facts for facts in told_by(in_parts("--mutations"), timeout_s=880.0)}
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=[mutation.name for mutation in MUTATIONS])
 def test_is_found(mutation, hunted, tried):
     facts = hunted[mutation.name]

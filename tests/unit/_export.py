@@ -8,8 +8,8 @@ import time
 import xxhash
 from _protocol import QUICK, run_ranks
 
-from holdfast.commit import AbortReason, Attempt
-from holdfast.coordination import LocalBoard
+from holdfast.commit.attempt import Attempt, RankFailure
+from holdfast.coordination.board import LocalBoard
 from holdfast.engine.executor import WriteOptions, write_files, write_report
 from holdfast.format.manifest import (
     EXPORT_FORMAT,
@@ -18,11 +18,12 @@ from holdfast.format.manifest import (
     ManifestFile,
     ManifestReport,
     Report,
+    parts_digest,
+    parts_in,
     report_name,
     report_parts,
 )
-from holdfast.format.parts import parts_digest, parts_in
-from holdfast.root import attempt_id
+from holdfast.storage.entries import attempt_id
 from holdfast.testing.parts import INDEX
 
 PREWRITTEN = {"config.json": b"{}", "additional_chat_templates/tool.jinja": b"{{ tools }}", "tokenizer.json": b"[]"}
@@ -80,7 +81,7 @@ def export(storage, board, sample, plan, *, prewritten=PREWRITTEN, fail=None, ke
             fail(board.rank)
         line = persist_parts(storage, attempt, sample, board.rank)
     except Exception as error:
-        outcome = attempt.settle(unreported=AbortReason.of(error, rank=board.rank, unreported=True))
+        outcome = attempt.settle(unreported=RankFailure.of(error, rank=board.rank, unreported=True))
     else:
         if not settle:
             return attempt

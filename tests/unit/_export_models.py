@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from holdfast.export.moves import KeyMapping, MappedTensor
+    from holdfast.keymap.moves import KeyMapping, MappedTensor
 
 MODELS = ("llama", "llama-tied", "qwen3", "qwen3-moe", "mixtral", "gpt2", "qwen2.5-vl", "llava")
 
@@ -99,3 +101,22 @@ def tensor_numel(tensor: MappedTensor) -> int:
 def executed(mapping: KeyMapping, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Every tensor of the export that is no scale and has none."""
     return {tensor.name: filled(tensor, state) for tensor in mapping.tensors if tensor.scale_of is None}
+
+
+def stages_of(model: Any, cuts: int = 2) -> list[Any]:
+    """The model cut into stages: copies without the other stages' layers, which keep their names."""
+    layers = list(model.model.layers)
+    found = []
+    for number in range(cuts):
+        stage = copy.copy(model)
+        stage._modules = dict(model._modules)
+        stage.model = copy.copy(model.model)
+        stage.model._modules = dict(model.model._modules)
+        mine = range(number * len(layers) // cuts, (number + 1) * len(layers) // cuts)
+        stage.model.layers = nn.ModuleDict({str(at): layers[at] for at in mine})
+        if number:
+            del stage.model.embed_tokens
+        if number < cuts - 1:
+            del stage.model.norm, stage.lm_head
+        found.append(stage)
+    return found

@@ -7,8 +7,9 @@ import time
 
 import xxhash
 
-from holdfast.commit import Aborted, AbortReason, Attempt, Deadlines
-from holdfast.coordination import LocalBoard
+from holdfast.commit.attempt import Attempt, AttemptAborted, Deadlines, RankFailure
+from holdfast.commit.recovery import recover
+from holdfast.coordination.board import LocalBoard
 from holdfast.format.manifest import (
     EXTENT_BYTES,
     FORMAT,
@@ -23,8 +24,9 @@ from holdfast.format.manifest import (
     encode_report,
     report_name,
 )
-from holdfast.plan.structure import rank_label
-from holdfast.root import attempt_id
+from holdfast.format.structure import rank_label
+from holdfast.storage.entries import attempt_id
+from holdfast.storage.local import RenamingStorage
 
 METADATA = b"stock metadata"
 QUICK = Deadlines(begin_s=5.0, persist_s=5.0, commit_s=5.0)
@@ -36,7 +38,7 @@ class Killed(BaseException):
     """The process is gone; nothing that catches errors may catch this."""
 
 
-class Stoppable:
+class Stoppable(RenamingStorage):
     """A storage for one process that counts its operations and, at number ``stop_at``, kills it.
 
     Reads count too. ``after`` kills once the operation is done instead of before. ``refuse`` may raise in its place.
@@ -141,7 +143,7 @@ def save(storage, board, step, *, deadlines=QUICK, plan=None, key="a", fail=None
         report = persist(storage, attempt.directory, attempt.id, step, board.rank, board.world)
     except Exception as error:
         # What failed in place of the engine has written nothing, and an engine says so.
-        failed = AbortReason.of(error, rank=board.rank, unreported=True)
+        failed = RankFailure.of(error, rank=board.rank, unreported=True)
         outcome = attempt.settle(unreported=failed, may_be_left=fail is None)
     else:
         attempt.report(report)
@@ -181,4 +183,24 @@ def save_on_ranks(storages, step, *, boards=None, plan=None, **kwargs):
 
 def error_of(result, step):
     """What a rank's save raised, or would have: a rank may learn of a failure while it begins or when it settles."""
-    return result.reason.error(step=step) if isinstance(result, Aborted) else result
+    return result.reason.error(step=step) if isinstance(result, AttemptAborted) else result
+
+
+class Time:
+    """A clock that only sleeping moves."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def clock(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += max(seconds, 1e-6)
+
+
+def start(storage, **kwargs):
+    """What a manager does when it starts."""
+    time = Time()
+    kwargs.setdefault("look", lambda _directory, _name: None)
+    return recover(storage, clock=time.clock, sleep=time.sleep, **kwargs)

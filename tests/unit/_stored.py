@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from holdfast.plan.structure import name_on_rank, path_on_rank
+from holdfast.format.structure import name_on_rank, path_on_rank
 from holdfast.state.entries import local_tensor
-from holdfast.state.loading import Loading, StoredInfo
+from holdfast.state.load_plan import Loading, StoredInfo
 from holdfast.state.tree import StateTree
 
 

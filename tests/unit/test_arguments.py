@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast.arguments import LONGEST_S, checked_metrics, checked_path, checked_step
 from holdfast.errors import ConfigError
+from holdfast.validation import LONGEST_S, checked_metrics, checked_path, checked_step
 
 
 @pytest.mark.parametrize("step", [-1, 1.5, True, "1", 1 << 63, 10**30])
@@ -64,6 +64,31 @@ def test_a_path_with_a_nul_is_named(tmp_path):
     ):
         with pytest.raises(ConfigError):
             act()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://bucket/run",
+        "gs://bucket/run",
+        "az://bucket/run",
+        "file:///run",
+        "memory://run",
+        "msc://a/run",
+        "fsspec+s3://b/run",
+    ],
+)
+def test_a_url_that_has_lost_a_slash_is_no_directory(url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="has lost a slash, as in a pathlib"):
+        holdfast.save({"n": 1}, Path(url))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_may_have_a_colon_in_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    holdfast.save({"n": 1}, "run:1/a")
+    assert holdfast.open(tmp_path / "run:1" / "a").verify().ok
 
 
 def test_an_integer_too_long_to_be_written_out_is_refused_all_the_same():

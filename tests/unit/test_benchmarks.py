@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import mmap
 import os
 import subprocess
 import sys
@@ -13,8 +14,9 @@ from types import SimpleNamespace
 import pytest
 from benchmarks import publish, stats, tables, targets
 from benchmarks.bench import OURS, Bench
+from benchmarks.cases import CASES
 from benchmarks.cases.train import compared
-from benchmarks.cpu import tree_cpu_s, tree_of
+from benchmarks.cpu import tree_cpu_s, tree_memory, tree_of
 from benchmarks.files import cached_fraction, evict, warm
 from benchmarks.obstacles import OBSTACLES, obstacles
 from benchmarks.peers import DELTA_SHARES, PEERS
@@ -22,6 +24,7 @@ from benchmarks.peers.exports_ import hf_name
 from benchmarks.peers.sync_ import rows_of_share
 from benchmarks.protocol import WorkerFailed, merged
 from benchmarks.report import render, summary
+from benchmarks.runner import is_run
 from benchmarks.samples import Problem, Results, Sample
 from benchmarks.samples import merged as put_together
 from benchmarks.sizes import COPIES, SIZES
@@ -403,3 +406,33 @@ def test_the_others_stand_still_at_a_turn(tmp_path: Path, monkeypatch: pytest.Mo
         for one in others:
             one.kill()
             one.wait()
+
+
+def test_saves_to_stores_are_measured_against_obstore_and_s3torchconnector() -> None:
+    case = "stores-seaweedfs"
+    results = results_with(
+        (case, "raw-store", {"save_s": 2.0, "load_s": 1.0, "save_cpu_s": 0.3}),
+        (case, "holdfast-store", {"save_s": 2.2, "load_s": 1.5, "save_cpu_s": 0.9, "save_peak_bytes": 300 << 20}),
+        (case, "s3torchconnector", {"save_s": 4.0, "load_s": 2.0, "save_cpu_s": 1.0}),
+    )
+    assert verdict_of(results, "save to a store / raw obstore, SeaweedFS") == "ok"
+    assert verdict_of(results, "load from a store / raw obstore, SeaweedFS") == "not reached: 1.30x off"
+    assert verdict_of(results, "CPU of a save to a store / s3torchconnector's, SeaweedFS") == "ok"
+    assert verdict_of(results, "memory beside images, save to a store, SeaweedFS") == "not reached: 1.17x off"
+    assert verdict_of(results, "save to a store / raw obstore, Ceph") == "not measured"
+    assert "### (m) SeaweedFS on loopback" in render(results)
+
+
+def test_stores_are_measured_only_where_they_are_asked_for() -> None:
+    assert not any(is_run(CASES["stores"], size) for size in SIZES.values())
+    assert all(is_run(CASES["save"], size) for size in SIZES.values())
+
+
+def test_what_is_mapped_of_a_file_is_left_out_of_memory(tmp_path: Path) -> None:
+    path = tmp_path / "state.target"
+    path.write_bytes(bytes(32 << 20))
+    before = tree_memory(os.getpid(), str(tmp_path / "state")).others
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        assert mapped[:].count(0) == 32 << 20  # touches it
+        assert tree_memory(os.getpid()).others - before > 24 << 20
+        assert tree_memory(os.getpid(), str(tmp_path / "state")).others - before < 24 << 20

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import product
+from math import prod
+
 import pytest
 
 from holdfast.boxes import (
     Box,
+    StridedIndex,
     contains,
     element_offset,
     element_span,
     first_defect,
     intersect,
     is_contiguous_in,
+    row_blocks,
     run_length,
     runs,
     strides,
@@ -136,3 +141,71 @@ def test_a_large_grid_is_checked_quickly() -> None:
     grid = [Box((r, c), (1, 1)) for r in range(64) for c in range(64)]
     assert first_defect(whole((64, 64)), grid) is None
     assert first_defect(whole((64, 64)), grid[:-1]) == ("gap", Box((63, 63), (1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "sizes"),
+    [
+        ((), ()),
+        ((3,), (1000,)),
+        ((1, 2), (7, 90)),
+        ((0, 5, 1), (1, 40, 33)),
+        ((2, 0, 0, 1), (3, 1, 1, 500)),
+        ((0,), (0,)),
+    ],
+)
+@pytest.mark.parametrize("most", [1, 25, 300, 1 << 18])
+def test_row_blocks_are_the_box_and_small_runs_of_it(
+    offsets: tuple[int, ...], sizes: tuple[int, ...], most: int
+) -> None:
+    box = Box(offsets, sizes)
+    pieces = list(row_blocks(box, most))
+    assert first_defect(box, pieces) is None
+    assert sum(piece.volume for piece in pieces) == box.volume
+    assert all(piece.volume <= most for piece in pieces)
+    assert all(is_contiguous_in(piece, box) for piece in pieces if piece.volume)
+
+
+def test_row_blocks_lie_one_behind_the_other() -> None:
+    assert list(row_blocks(Box((1, 0, 2), (2, 3, 4)), 8)) == [
+        Box((1, 0, 2), (1, 2, 4)),
+        Box((1, 2, 2), (1, 1, 4)),
+        Box((2, 0, 2), (1, 2, 4)),
+        Box((2, 2, 2), (1, 1, 4)),
+    ]
+    assert list(row_blocks(Box((0,), (5,)), 2)) == [Box((0,), (2,)), Box((2,), (2,)), Box((4,), (1,))]
+    assert list(row_blocks(whole(()), 1)) == [whole(())]
+
+
+# Loop nests over two memories ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("counts", [(), (0,), (3, 0, 2), (7,), (5, 4, 3), (1, 100, 1), (2, 3, 50), (101,)])
+@pytest.mark.parametrize("most", [1, 2, 7, 60])
+def test_parts_of_a_strided_index_are_small_and_together_the_index(counts: tuple[int, ...], most: int) -> None:
+    source_steps = tuple(7 * step for step in reversed(strides(tuple(reversed(counts)))))
+
+    def pairs(index: StridedIndex) -> list[tuple[int, int]]:
+        sizes, source, by, target, to = index
+        return [
+            (
+                source + sum(a * b for a, b in zip(index, by, strict=True)),
+                target + sum(a * b for a, b in zip(index, to, strict=True)),
+            )
+            for index in product(*map(range, sizes))
+        ]
+
+    index = StridedIndex(counts, 11, source_steps, 5, strides(counts))
+    parts = list(index.parts(most))
+    assert all(prod(part.counts) <= most for part in parts)
+    assert [pair for part in parts for pair in pairs(part)] == pairs(index)
+    assert [pair for part in index.merged().parts(most) for pair in pairs(part)] == pairs(index)
+    assert len(parts) <= 1 + 2 * prod(counts) // most * 2
+
+
+def test_bits_go_in_words_as_wide_as_rows_and_offsets_allow() -> None:
+    assert StridedIndex((4, 6), 0, (6, 1), 0, (6, 1)).in_words(4) == (8, StridedIndex((12,), 0, (1,), 0, (1,)))
+    assert StridedIndex((4, 6), 2, (8, 1), 6, (6, 1)).in_words(2) == (2, StridedIndex((4, 6), 1, (8, 1), 3, (6, 1)))
+    assert StridedIndex((4, 6), 16, (8, 1), 0, (6, 1)).in_words(2) == (4, StridedIndex((4, 3), 4, (4, 1), 0, (3, 1)))
+    assert StridedIndex((3,), 8, (-1,), 0, (1,)).in_words(4) == (4, StridedIndex((3, 1), 2, (-1, 1), 0, (1, 1)))
+    assert StridedIndex((1, 1), 3, (1, 1), 5, (1, 1)).in_words(16) == (1, StridedIndex((16,), 3, (1,), 5, (1,)))

@@ -26,7 +26,7 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def found(house: ModuleType, capsys: pytest.CaptureFixture[str], source: str, name: str = "part.py") -> str:
+def found(house: ModuleType, capsys: pytest.CaptureFixture[str], source: str, name: str = "boxes.py") -> str:
     (house.PACKAGE / name).write_text(source)
     status = house.main()
     out = capsys.readouterr().out
@@ -50,7 +50,7 @@ def test_a_clean_module_passes(house: ModuleType, capsys: pytest.CaptureFixture[
     ],
 )
 def test_private_names_of_others_are_found(house: ModuleType, capsys: pytest.CaptureFixture[str], line: str) -> None:
-    assert "part.py" in found(house, capsys, f'"""A job."""\n{line}\n')
+    assert "boxes.py" in found(house, capsys, f'"""A job."""\n{line}\n')
 
 
 def test_private_names_may_be_used_in_the_compatibility_module(
@@ -64,9 +64,11 @@ def test_private_names_may_be_used_in_the_compatibility_module(
     ("source", "said"),
     [
         ("x = 1\n", "no module docstring"),
-        ('"""A job."""\n' + "x = 1\n" * 450, "451 lines"),
-        ('"""A job."""\n\n\ndef f():\n' + "    x = 1\n" * 80, "`f` has 81 lines"),
+        ('"""A job."""\n' + "x = 1\n" * 800, "801 lines"),
+        ('"""A job."""\n\n\ndef f():\n' + "    x = 1\n" * 70, "`f` has 71 lines"),
         ('"""A job."""\n# TO' + "DO: later\n", "left in the source"),
+        ('"""A job."""\nfrom holdfast.storage.local import LocalStorage\n', "ask for a `Storage`"),
+        ('"""A job."""\nx = cast("LocalStorage", 1)\n', "casts to `LocalStorage`"),
     ],
 )
 def test_the_other_rules_are_held(
@@ -88,3 +90,55 @@ def test_modules_of_tests_have_names_of_their_own(house: ModuleType, capsys: pyt
         (house.ROOT / "tests" / folder).mkdir(parents=True)
         (house.ROOT / "tests" / folder / "test_it.py").write_text("")
     assert "is also the name of tests/crash/test_it.py" in found(house, capsys, "")
+
+
+def test_a_long_module_of_tests_is_found(house: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    (house.ROOT / "tests").mkdir()
+    long = house.ROOT / "tests" / "test_it.py"
+    long.write_text("x = 1\n" * 1000)
+    assert " 0 breaches" in found(house, capsys, "")
+    long.write_text("x = 1\n" * 1001)
+    assert "tests/test_it.py:1: 1001 lines" in found(house, capsys, "")
+
+
+def test_a_new_room_is_found(house: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "new room" in found(house, capsys, '"""A job."""\n', "attic.py")
+    (house.PACKAGE / "attic.py").unlink()
+    assert " 0 breaches" in found(house, capsys, '"""A job."""\n', "boxes.py")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("class Same: pass\n", "too: name it anew"),
+        (
+            "try:\n    g()\nexcept OSError as error:\n    a(error)\n    b()\n    raise\n",
+            "`except` block",
+        ),
+    ],
+)
+def test_what_stands_in_two_modules_is_found(
+    house: ModuleType, capsys: pytest.CaptureFixture[str], source: str, said: str
+) -> None:
+    (house.PACKAGE / "boxes.py").write_text(f'"""A job."""\n{source}')
+    assert said in found(house, capsys, f'"""A job."""\n{source}', "errors.py")
+
+
+def test_a_small_module_with_one_importer_is_found(house: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    (house.PACKAGE / "errors.py").write_text('"""A job."""\nfrom holdfast import boxes\n')
+    assert "imported by errors alone" in found(house, capsys, '"""A job."""\n', "boxes.py")
+    (house.PACKAGE / "events.py").write_text('"""A job."""\nfrom holdfast.boxes import a\n')
+    assert " 0 breaches" in found(house, capsys, '"""A job."""\n', "boxes.py")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("a.state = State.PUBLISH", "past its table"),
+        ("def f():\n    'Of all that is left.'", "with a verb"),
+    ],
+)
+def test_what_goes_past_a_seam_is_found(
+    house: ModuleType, capsys: pytest.CaptureFixture[str], line: str, said: str
+) -> None:
+    assert said in found(house, capsys, f'"""A job."""\n{line}\n', "boxes.py")

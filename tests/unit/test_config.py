@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.catalog.retention import Best, Keep
 from holdfast.config import CheckpointConfig
 from holdfast.errors import ConfigError
-from holdfast.retention import Best, Keep
 
 DEFAULTS: dict[str, Any] = {
     "every": 500,
@@ -34,6 +34,9 @@ DEFAULTS: dict[str, Any] = {
     "when_busy": "wait",
     "on_error": "raise",
     "on_corrupt": "fallback",
+    "mirror_keep": None,
+    "mirror_backlog": 8,
+    "mirror_timeout": 21600.0,
     "save_on_signal": (),
     "signal_timeout": 600.0,
     "stage_timeout": 600.0,
@@ -45,6 +48,7 @@ DEFAULTS: dict[str, Any] = {
     "io_class": "none",
     "io_level": None,
     "host_writers": None,
+    "cores": "auto",
 }
 
 SWITCHES = ("first_step", "last_model_only", "load_model_only", "load_only")
@@ -64,7 +68,7 @@ BAD: list[tuple[str, Any]] = [
     *each("last_dtype", "bf16", "int8", torch.int64, torch.complex64, 16, "bool", []),
     *each("last_dtype", "float4_e2m1fn_x2", "float8_e8m0fnu"),
     *each("exclude_from_loading", "dataloader", [1], 3, None, {"a": 1}.values),
-    *each("initial_load_path", "", 3, b"path", "s3://bucket/x"),
+    *each("initial_load_path", "", 3, b"path", "ftp://host/x", "s3://bucket//x"),
     *each("load_step", -2, 1.0, "5", False),
     *each("name_template", "step", "{step}/x", ".step-{step}", "{a}-{step}", "{step}{step}", "{}", "{step", 7),
     *each("name_template", "{step!r}/", "a{step}\0", "{step.real}", "{step:x}", "{step:,}", "{step:.1f}"),
@@ -82,6 +86,7 @@ BAD: list[tuple[str, Any]] = [
     *each("io_class", "realtime", None, [], 2),
     *each("io_level", 3),
     *each("host_writers", 0, 65, True, 1.0),
+    *each("cores", "near", "0", 0, None, [], (), [-1], [8192], [True], ["0"], [0.0], iter([0])),
 ]  # fmt: skip
 
 GOOD: list[tuple[str, Any]] = [
@@ -95,6 +100,7 @@ GOOD: list[tuple[str, Any]] = [
     *each("io_limit_bytes_per_s", 1 << 20, None),
     *each("io_class", "idle", "best_effort"),
     *each("host_writers", 1, 64, None),
+    *each("cores", "auto", "any", [0], (0, 8191), range(4), {3, 1}),
 ]
 
 

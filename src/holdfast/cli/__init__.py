@@ -1,1 +1,1 @@
-"""The command line, ``holdfast COMMAND``: one module a command, gathered by ``app``. Torch-free until one runs."""
+"""Implement the command line, ``holdfast COMMAND``: one module per command, collected by ``app``. Torch-free."""

@@ -1,4 +1,4 @@
-"""``holdfast``, and ``python -m holdfast``: the commands, and what their exit status means.
+"""Run the commands of ``holdfast`` and ``python -m holdfast``, and map errors to exit statuses.
 
 Exit status 0: fine. 1: a finding, such as a corrupt checkpoint, or a root that somebody holds. 2: misuse: an unknown
 option, a path or a step that isn't there. Errors of Holdfast are one message on standard error, without a traceback;
@@ -35,7 +35,7 @@ app = typer.Typer(
 def holdfast(
     version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,  # noqa: FBT002
 ) -> None:
-    """What comes before any command."""
+    """Handle options that come before a command."""
     if version:
         typer.echo(__version__)
         raise typer.Exit
@@ -54,7 +54,9 @@ def main() -> None:
         print_error(error, as_json=as_json)
         sys.exit(exit_status(error))
     except OSError as error:  # of a working directory that is gone, or of what standard output leads to
-        refused = StorageError(f"the system refuses: {error}", path=error.filename or "", errno=error.errno)
+        refused = StorageError(
+            f"the operating system refused an operation: {error}", path=error.filename or "", errno=error.errno
+        )
         with contextlib.suppress(OSError):
             print_error(refused, as_json=as_json)
         sys.exit(exit_status(refused))

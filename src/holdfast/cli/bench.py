@@ -1,7 +1,7 @@
-"""``holdfast bench``: Holdfast, its peers and the machine's limit, side by side.
+"""Implement ``holdfast bench``: measure Holdfast, its peers and the machine's limit side by side.
 
-The benchmarks are a package of their own: next to ``src`` in a checkout, inside this package where it was installed.
-They are looked for when the command runs; what they need (matplotlib, for pictures) is in the ``bench`` extra.
+The benchmarks are a separate package: next to ``src`` in a checkout, inside this package when installed. They are found
+when the command runs; they need the ``bench`` extra (matplotlib, for pictures).
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ def benchmarks_home() -> Path:
     for home in (package.parents[1], package / "_bench"):
         if (home / "benchmarks" / "runner.py").is_file():
             return home
-    raise ConfigError(
-        f"the benchmarks are neither in {package / '_bench'} nor next to the sources; install Holdfast anew"
-    )
+    raise ConfigError(f"the benchmarks are neither in {package / '_bench'} nor next to the sources; reinstall Holdfast")
 
 
 def bench(

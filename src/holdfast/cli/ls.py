@@ -1,23 +1,72 @@
-"""``holdfast ls``: what a root holds, published and otherwise. Torch-free."""
+"""List what a root holds (``holdfast ls``), and choose what a path on the command line means. Torch-free."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from holdfast.cli.choosing import is_one_checkpoint
+from holdfast.catalog.listing import RootEntry, RootListing, existing_directory, list_root, stock_entry
+from holdfast.catalog.root import STOCK_PLACES, is_checkpoint, is_stock
 from holdfast.cli.output import AsJson, age_s_of, age_text, print_json, print_rows, shown, size_text
-from holdfast.listing import RootListing, existing_directory, list_root, stock_entry
+from holdfast.errors import CheckpointNotFound, ConfigError
+from holdfast.format.manifest import METADATA_NAME
+from holdfast.storage.local import open_storage
+from holdfast.validation import is_store
 
-if TYPE_CHECKING:
-    from holdfast.listing import RootEntry
+
+def is_one_checkpoint(directory: str) -> bool:
+    """Return True if ``directory`` is itself a checkpoint, whole or damaged, and not a root."""
+    if is_store(directory) and directory.count("/") < 3:
+        return False  # a whole bucket
+    storage = open_storage(os.path.dirname(directory))
+    name = os.path.basename(directory)
+    if bool(name) and is_checkpoint(storage, name):
+        return True
+    if is_store(directory):
+        return is_stock(storage, name)
+    return any(os.path.isfile(os.path.join(directory, below, METADATA_NAME)) for below in STOCK_PLACES)
+
+
+def entries_of(path: str) -> tuple[str, list[RootEntry]]:
+    """The directory that ``path`` is, and the checkpoints in it, oldest first: published, stock and corrupt ones."""
+    root = existing_directory(path)
+    known = ("published", "stock", "corrupt")
+    return root, [row for row in list_root(root).entries if row.state in known]
+
+
+def chosen_path(path: str, step: int | None) -> str:
+    """The checkpoint that ``path`` is, or of the root that it is: that of ``step``, or the newest.
+
+    Raises `ConfigError` for a path that is no directory, or a step of what is one checkpoint; `CheckpointNotFound`.
+    """
+    directory = existing_directory(path)
+    if is_one_checkpoint(directory):
+        if step is not None:
+            raise ConfigError(f"{directory} is one checkpoint; give its root with --step", field="step")
+        return directory
+    _, rows = entries_of(directory)
+    if step is not None:
+        return of_step(directory, rows, step).path
+    newest = [row for row in rows if row.latest] or [row for row in rows if row.state != "stock"][-1:]
+    if not newest:
+        raise CheckpointNotFound(f"{directory} holds no checkpoints", path=directory)
+    return newest[0].path
+
+
+def of_step(root: str, rows: list[RootEntry], step: int) -> RootEntry:
+    """The checkpoint of ``step``. Raises `CheckpointNotFound` naming the steps there are."""
+    for row in rows:
+        if row.step == step:
+            return row
+    have = ", ".join(str(row.step) for row in rows if row.step is not None) or "none"
+    raise CheckpointNotFound(f"step {step} is not under {root}; steps: {have}", path=root, step=step)
 
 
 def ls(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="A directory of checkpoints, or one of them.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A directory or URL of checkpoints, or of one of them.")],
     as_json: AsJson = False,  # noqa: FBT002
 ) -> None:
     """List the checkpoints of a root with size, age and state, and what saves have in work or left behind.

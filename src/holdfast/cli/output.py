@@ -1,7 +1,7 @@
-"""What commands print: documents for scripts, lines for people, progress for those who wait. Torch-free.
+"""Print results: JSON for scripts, text for people, progress bars. Torch-free.
 
 Guarantees: with ``--json`` standard output is one JSON document and nothing else; text that comes from a checkpoint
-can't steer a terminal; progress goes to standard error, and only if that is a terminal.
+can't control a terminal; progress goes to standard error, and only if that is a terminal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 SCHEMA: Final = 1
-"""Raised when a member of a document goes away or changes its meaning; new ones may come without."""
+"""Increased when a member of a document is removed or changes its meaning, not when members are added."""
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, and nothing else, on stdout.")]
 
@@ -49,7 +49,7 @@ def print_error(error: HoldfastError, *, as_json: bool) -> None:
 
 
 def print_error_document(error: HoldfastError) -> None:
-    """What kind of error it is, for scripts."""
+    """Print the kind of error as JSON, for scripts."""
     kind, text = type(error).__name__, str(error)
     print_json("error", error={"kind": kind, "message": text, "path": getattr(error, "path", None)})
 

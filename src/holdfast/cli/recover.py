@@ -1,7 +1,7 @@
-"""``holdfast recover``: settle what saves have left behind, as the next start of a manager would. Torch-free.
+"""Implement ``holdfast recover``: settle interrupted saves, as the next start of a manager would. Torch-free.
 
-Guarantees: refuses while a live save holds the root, or a name below it, and says who; a trial run (``--dry-run``)
-decides by the same code on the same bytes and changes nothing.
+Guarantees: refuses while a running save holds the root or a name below it, and names the holder; ``--dry-run`` decides
+by the same code on the same bytes and changes nothing.
 """
 
 from __future__ import annotations
@@ -14,25 +14,36 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from holdfast.catalog.listing import existing_directory, lease_holder
+from holdfast.catalog.root import is_checkpoint
 from holdfast.cli.output import AsJson, print_json, shown
+from holdfast.commit.recovery import RecoveryReport
+from holdfast.commit.recovery import recover as settle
 from holdfast.engine.removal import remove_tree_at
-from holdfast.errors import RootLocked
-from holdfast.listing import existing_directory, lease_holder
-from holdfast.recovery import RecoveryReport
-from holdfast.recovery import recover as settle
-from holdfast.root import hidden_name, is_checkpoint, parse_hidden
-from holdfast.storage.local import LocalStorage
-from holdfast.storage.lock import DIRECTORY, RootLock, path_held_by, root_held_by
+from holdfast.errors import RootLocked, StorageError
+from holdfast.storage.entries import HiddenEntry, hidden_name, parse_hidden
+from holdfast.storage.leases import LEASE_PREFIX
+from holdfast.storage.local import open_storage
+from holdfast.storage.locks import DIRECTORY, path_held_by, root_held_by
+from holdfast.storage.object_overlay import ObjectOverlay
+from holdfast.storage.object_storage import ObjectStorage
 from holdfast.storage.overlay import Overlay
+from holdfast.storage.protocol import WriterTarget
+from holdfast.validation import is_store, located
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from holdfast.storage.leases import LeaseState
+    from holdfast.storage.protocol import Storage
+
 _LOOK_S = 0.1
+_STORE_GRACE_S = 5.0
+"""How much longer a lease on a store is watched than one whose holder has ended stays unchanged."""
 
 
 def recover(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="A directory of checkpoints, or the path of one save.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A directory or URL of checkpoints, or of one save.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and change nothing.")] = False,  # noqa: FBT002
     wait: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for engines that are still at work.")] = 10.0,
     as_json: AsJson = False,  # noqa: FBT002
@@ -42,7 +53,7 @@ def recover(
     Every manager does this when it starts. Exit status 1 where a live save holds the root, or something could not be
     settled.
     """
-    root, only = _place(path)
+    root, only = _place(path, dry_run=dry_run)
     trial = _Trial(root, only, wait) if dry_run else _Real(root, only, wait)
     report = trial.run() if trial.found else RecoveryReport()
     removed = [trial.as_found(name) for name in report.removed]
@@ -63,68 +74,75 @@ def recover(
         raise typer.Exit(1)
 
 
-def _place(path: str) -> tuple[str, str | None]:
+def _place(path: str, *, dry_run: bool) -> tuple[str, str | None]:
     """The root, and the one name in it to settle, None for all: ``path`` may be what a single save goes to."""
-    target = os.path.abspath(path)
+    target = located(path)
     parent, name = os.path.split(target)
+    if is_store(target):
+        if target.count("/") < 3:
+            return existing_directory(target), None
+        storage = _storage(parent, dry_run=dry_run)
+        only = is_checkpoint(storage, name) or any(found.name == name for found in storage.unsettled())
+        return (parent, name) if only else (existing_directory(target), None)
     if name and os.path.isdir(parent):
-        storage = LocalStorage(parent)
+        storage = open_storage(parent)
         hidden = [found for entry in storage.list_dir("") if (found := parse_hidden(entry)) and found.name == name]
         if is_checkpoint(storage, name) or (hidden and not os.path.isdir(target)):
             return parent, name
     return existing_directory(path), None
 
 
+def _storage(root: str, *, dry_run: bool) -> Storage:
+    """Open ``root``; for a dry run a store is only read, as looking for what is left would tidy up there."""
+    storage = open_storage(root)
+    return ObjectStorage(ObjectOverlay(storage.store)) if dry_run and isinstance(storage, ObjectStorage) else storage
+
+
 class _Real:
     """A recovery of ``root``, or of the one name ``only`` in it, that takes place."""
+
+    dry_run = False
 
     def __init__(self, root: str, only: str | None, wait_s: float) -> None:
         self.root = root
         self.only = only
         self.wait_s = wait_s
-        self.storage = LocalStorage(root)
+        self.storage = _storage(root, dry_run=self.dry_run)
+        self.seen: dict[str, tuple[LeaseState, float]] = {}
+        """Leases on a store, and since when each is unchanged."""
         self.reasons: dict[str, str] = {}
-        """Why a name was left alone."""
-        self.found = [entry for entry in self.storage.list_dir("") if self._is_ours(entry)]
-        """What there is to settle."""
+        """Why an entry was left unchanged, by name."""
+        self.found = [found for found in self.storage.unsettled() if self.matches(found.name)]
+        """Entries to settle."""
 
     def matches(self, name: str) -> bool:
         return self.only is None or name == self.only
 
-    def _is_ours(self, entry: str) -> bool:
-        found = parse_hidden(entry)
-        return found is not None and self.matches(found.name)
-
     def as_found(self, entry: str) -> str:
         """The name under which what is ``entry`` now was found: on its way it gets others."""
-        known = parse_hidden(entry)
-        for found in self.found if known and entry not in self.found else ():
-            before = parse_hidden(found)
-            if before and known and (before.name, before.attempt) == (known.name, known.attempt):
-                return found
-        return entry
+        known = _parsed(entry)
+        same = [before for before in self.found if before.entry == entry]
+        if known is not None and not same:
+            same = [before for before in self.found if (before.name, before.attempt) == (known.name, known.attempt)]
+        return _shown_entry(same[0]) if same else entry if known is None else _shown_entry(known)
 
     def why_left(self, entry: str, report: RecoveryReport) -> str:
-        found = parse_hidden(entry)
+        found = _parsed(entry)
         return self.reasons.get(found.name if found else "") or report.why[entry]
 
     def run(self) -> RecoveryReport:
         trash: list[str] = []
         # A directory that no manager has used stays as it is; where one has, it may come back.
         is_root = self.only is None or self.storage.exists(DIRECTORY)
-        with RootLock.acquire(self.root) if is_root else contextlib.nullcontext():
+        with self.storage.lock() if is_root else contextlib.nullcontext():
             report = self.settle(self.storage, trash.append)
-            fd = self.storage.open_dir("")
-            try:
-                kept = {name: why for name in trash if (why := _remove(fd, name)) is not None}
-            finally:
-                os.close(fd)
+            kept = {name: why for name in trash if (why := _remove(self.storage, name)) is not None}
         removed = tuple(name for name in report.removed if name not in kept)
         return RecoveryReport(
             report.rolled_forward, report.restored, removed, (*report.left, *kept), {**report.why, **kept}
         )
 
-    def settle(self, storage: LocalStorage | Overlay, remove: Callable[[str], None]) -> RecoveryReport:
+    def settle(self, storage: Storage, remove: Callable[[str], None]) -> RecoveryReport:
         return settle(
             storage,
             clock=time.monotonic,
@@ -139,7 +157,7 @@ class _Real:
     def claim(self, name: str) -> Iterator[object]:
         """Keep others from saving to ``name``. Raises `RootLocked` if one does, or an engine still writes for it."""
         try:
-            with RootLock.acquire_beside(self.storage.path(name)) as lock:
+            with self.storage.lock_path(name) as lock:
                 self.wait_for_engines(name)
                 yield lock
         except RootLocked as error:
@@ -147,18 +165,23 @@ class _Real:
             raise
 
     def wait_for_engines(self, name: str) -> None:
-        deadline = time.monotonic() + self.wait_s
+        wait_s = self.wait_s
+        if isinstance(self.storage, ObjectStorage):  # only time tells whether its holder is alive
+            wait_s = max(wait_s, self.storage.lease_quiet_s + _STORE_GRACE_S)
+        deadline = time.monotonic() + wait_s
         while (holder := self.engine_at_work(name)) is not None:
             if time.monotonic() >= deadline:
                 path = self.storage.path(name)
                 raise RootLocked(
-                    f"{path} is being written by {holder}, still after {self.wait_s:g} s: try again when it has ended",
+                    f"{path} is still being written by {holder} after {wait_s:g} s; try again when that has ended",
                     path=path,
                     by=holder,
                 )
             time.sleep(_LOOK_S)
 
     def engine_at_work(self, name: str) -> str | None:
+        if isinstance(self.storage, ObjectStorage):
+            return self._lease_at_work(self.storage, name)
         for entry in self.storage.list_dir(""):
             found = parse_hidden(entry)
             if found is not None and found.name == name and found.kind == "incomplete":
@@ -167,16 +190,40 @@ class _Real:
                     return holder
         return None
 
+    def _lease_at_work(self, storage: ObjectStorage, name: str) -> str | None:
+        """Return the holder of a lease on a store that may be alive: it was renewed a short time ago."""
+        for found in storage.unsettled():
+            if found.name != name or found.kind != "incomplete":
+                continue
+            for file in storage.list_dir(found.entry):
+                seen = storage.observe_lease(found.entry, file) if file.startswith(LEASE_PREFIX) else None
+                if seen is None or seen.flock_free:
+                    continue
+                before, since_s = self.seen.get(f"{found.entry}/{file}", (None, 0.0))
+                if before != seen:
+                    since_s = time.monotonic()
+                    self.seen[f"{found.entry}/{file}"] = seen, since_s
+                if time.monotonic() < since_s + storage.lease_quiet_s:
+                    record = seen.record
+                    return file if record is None else f"process {record.pid} on host {record.host}"
+        return None
+
 
 class _Trial(_Real):
     """One that decides all the same, and changes nothing."""
 
+    dry_run = True
+
     def run(self) -> RecoveryReport:
-        _refuse(root_held_by(self.root), self.root)
+        if isinstance(self.storage, ObjectStorage):
+            trial: Storage = self.storage
+        else:
+            _refuse(root_held_by(self.root), self.root)
+            trial = Overlay(self.storage)
         before = logging.root.manager.disable
         logging.disable(logging.WARNING)  # of what it would have done it says that it has
         try:
-            return self.settle(Overlay(self.storage), lambda _: None)
+            return self.settle(trial, lambda _: None)
         finally:
             logging.disable(before)
 
@@ -184,7 +231,8 @@ class _Trial(_Real):
     def claim(self, name: str) -> Iterator[object]:
         path = self.storage.path(name)
         try:
-            _refuse(path_held_by(path), path)
+            if not is_store(path):
+                _refuse(path_held_by(path), path)
             self.wait_for_engines(name)
         except RootLocked as error:
             self.reasons[name] = str(error)
@@ -198,13 +246,31 @@ def _refuse(holder: str | None, path: str) -> None:
         raise RootLocked(message, path=path, by=holder)
 
 
-def _remove(dir_fd: int, name: str) -> str | None:
+def _remove(storage: Storage, name: str) -> str | None:
     """None once it is gone, else why it could not be removed."""
     try:
-        remove_tree_at(dir_fd, name)
+        target = storage.target("")
+        if isinstance(target, WriterTarget):
+            storage.remove_tree(name)
+        else:
+            with target:
+                remove_tree_at(target.fd, name)
     except OSError as error:
-        return f"it could not be removed: {error.strerror}"
+        return f"it could not be removed: {error.strerror or error}"
+    except StorageError as error:
+        return f"it could not be removed: {error}"
     return None
+
+
+def _parsed(entry: str) -> HiddenEntry | None:
+    """Parse a hidden name, or the place of an attempt on a store."""
+    name, is_place, attempt = entry.partition("//")
+    return HiddenEntry(entry, name, attempt, "incomplete") if is_place else parse_hidden(entry)
+
+
+def _shown_entry(found: HiddenEntry) -> str:
+    """Return the name under which `holdfast ls` has it."""
+    return hidden_name(found.name, found.attempt, found.kind) if "//" in found.entry else found.entry
 
 
 def _print(root: str, report: RecoveryReport, removed: list[str], left: dict[str, str], *, dry_run: bool) -> None:

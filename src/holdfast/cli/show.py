@@ -1,6 +1,6 @@
-"""``holdfast show``: what one checkpoint holds, from its manifest and reports; no data is read.
+"""Implement ``holdfast show``: print the content of one checkpoint from its manifest and reports; no data is read.
 
-Torch-free for what Holdfast wrote; the ``.metadata`` of stock DCP is made of torch's own classes.
+Torch-free for Holdfast's checkpoints; the ``.metadata`` of stock DCP consists of torch's own classes.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holdfast.boxes import whole
-from holdfast.cli.choosing import chosen_path
+from holdfast.cli.ls import chosen_path
 from holdfast.cli.output import AsJson, age_text, plain_number, print_json, print_rows, shown, size_text
-from holdfast.opening import open_source
+from holdfast.loader.sources.open import open_source
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from holdfast.loader.sources.holdfast import CheckpointSource, StoredObject
     from holdfast.plan.read import StoredTensor
-    from holdfast.source import Source, StoredObject
 
 
 def show(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint, or a root: its newest step.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint, or a root: its newest step; or a URL.")],
     step: Annotated[int | None, typer.Option(help="Which step of a root.")] = None,
     pattern: Annotated[
         str | None, typer.Option("--filter", metavar="GLOB", help="Only names that match, such as 'model.*bias'.")
@@ -68,7 +68,7 @@ def _nbytes(tensor: StoredTensor) -> int:
 
 
 def _document(
-    source: Source, tensors: Mapping[str, StoredTensor], objects: Mapping[str, StoredObject]
+    source: CheckpointSource, tensors: Mapping[str, StoredTensor], objects: Mapping[str, StoredObject]
 ) -> dict[str, Any]:
     manifest = source.manifest
     return {
@@ -112,7 +112,7 @@ def _document(
     }
 
 
-def _print_head(source: Source) -> None:
+def _print_head(source: CheckpointSource) -> None:
     manifest = source.manifest
     total = sum(map(_nbytes, source.tensors.values()))
     rows = [("path", source.directory), ("step", "-" if source.step is None else str(source.step))]

@@ -1,7 +1,7 @@
-"""``holdfast verify``: every byte of checkpoints and exports against its checksum. Torch-free for what Holdfast wrote.
+"""Implement ``holdfast verify``: compare every byte of checkpoints and exports with its checksum.
 
-An export is also looked at as its readers do: index, headers, files beside the weights. Where nobody published it by a
-manifest, as with what ``save_pretrained`` wrote, that is all that can be told.
+Torch-free for Holdfast's checkpoints. For exports, index, headers and other files are checked as well; for directories
+without a manifest, such as those of ``save_pretrained``, only these checks are possible.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from holdfast.cli.choosing import entries_of, is_one_checkpoint, of_step
+from holdfast.catalog.listing import existing_directory
+from holdfast.cli.ls import entries_of, is_one_checkpoint, of_step
 from holdfast.cli.output import AsJson, exit_status, print_json, progress_bar, shown, size_text
 from holdfast.errors import CheckpointNotFound, ConfigError, HoldfastError
-from holdfast.export.hf_verify import is_export, verify_export
-from holdfast.listing import existing_directory
-from holdfast.opening import open_source
-from holdfast.verifying import VerifyReport, problem_of, verify_source
+from holdfast.export.verify import is_export, verify_export
+from holdfast.loader.checkpoint import VerifyReport, problem_of, verify_source
+from holdfast.loader.sources.open import open_source
+from holdfast.storage.local import open_storage
+from holdfast.storage.object_storage import ObjectStorage
 
 if TYPE_CHECKING:
-    from holdfast.listing import RootEntry
+    from holdfast.catalog.listing import RootEntry
+    from holdfast.loader.checkpoint import Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +36,7 @@ class _Result:
 
 
 def verify(
-    path: Annotated[
-        str, typer.Argument(metavar="PATH", help="A checkpoint, an export, or a root: all that Holdfast wrote there.")
-    ],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint, an export, or a root; a path or URL.")],
     step: Annotated[int | None, typer.Option(help="Only this step of a root.")] = None,
     newest: Annotated[bool, typer.Option("--newest", help="Only the newest step of a root.")] = False,  # noqa: FBT002
     everything: Annotated[bool, typer.Option("--all", help="What stock DCP wrote, too: it has no checksums.")] = False,  # noqa: FBT002
@@ -114,7 +115,7 @@ def _verified(path: str, step: int | None) -> _Result | None:
 
 
 def _as_read(path: str, report: VerifyReport | None) -> VerifyReport:
-    """What a reader of the export would find wrong, behind what ``report`` has found; of each damaged file once."""
+    """Add to ``report`` the findings of an export's readers; each damaged file is reported once."""
     if report is None:
         sizes = _sizes_below(path)
         report = VerifyReport(ok=True, files=len(sizes), nbytes=sum(sizes), checksummed=False, problems=())
@@ -124,6 +125,9 @@ def _as_read(path: str, report: VerifyReport | None) -> VerifyReport:
 
 
 def _sizes_below(path: str) -> list[int]:
+    storage = open_storage(path)
+    if isinstance(storage, ObjectStorage):
+        return [row.size for row in storage.list_tree("")]
     sizes = []
     for parent, _, names in os.walk(path):
         for name in names:
@@ -152,6 +156,8 @@ def _print(result: _Result) -> None:
     typer.echo(f"{shown(result.path)}: {verdict} ({report.files} files, {size_text(report.nbytes)}{checked})")
     for problem in report.problems:
         typer.echo(f"  {shown(problem.message)}")
+    for warning in report.warnings:
+        typer.echo(f"  warning: {shown(warning.message)}")
 
 
 def _document(result: _Result) -> dict[str, Any]:
@@ -164,8 +170,13 @@ def _document(result: _Result) -> dict[str, Any]:
         "files": report.files,
         "nbytes": report.nbytes,
         "checksummed": report.checksummed,
-        "problems": [
-            {"path": row.path, "tensor": row.tensor, "byte_range": row.byte_range, "message": row.message}
-            for row in report.problems
-        ],
+        "problems": _rows(report.problems),
+        **({"warnings": _rows(report.warnings)} if result.kind == "checkpoint" else {}),
     }
+
+
+def _rows(problems: tuple[Problem, ...]) -> list[dict[str, Any]]:
+    return [
+        {"path": row.path, "tensor": row.tensor, "byte_range": row.byte_range, "message": row.message}
+        for row in problems
+    ]

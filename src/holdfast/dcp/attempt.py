@@ -1,15 +1,16 @@
 """An attempt whose ranks talk through DCP's own collectives: begun, published or withdrawn by the coordinator alone.
 
 DCP gathers what every rank has written before it lets the coordinator finish, and raises on all ranks if one has
-failed. That is the vote; no board is needed. But DCP tells the coordinator of success only: after a failure nothing of
-ours is called any more. So an attempt is also withdrawn when its `Writer` begins another save or is freed, when the
-interpreter exits, and when another save to the same path begins in this process; what a crash leaves, the next save
-to that path finds.
+failed. That is the vote; no board is needed. But DCP reports only success to the coordinator: after a failure, none of
+our functions is called. So an attempt is also withdrawn when its `Writer` begins another save or is freed, when the
+interpreter exits, and when another save to the same path begins in this process. The next save to the path cleans up
+after a crash.
 
 Guarantees: nothing is visible at the final name unless `publish` returned, or raised `OutcomeUnknown`. An attempt that
-was not published can't be rolled forward later: what recovery needs for that, the manifest, is written only once all
-ranks have reported. Until it ends the path is locked, and a lease keeps recoveries of other processes away.
-Assumes one live attempt a path and process: a second one takes over, and the first then fails.
+was not published can't be rolled forward later: the manifest, which recovery needs for that, is written only once all
+ranks have reported. Until it ends, the path is locked, where that can be, and a lease keeps recoveries of other
+processes away.
+Assumes one live attempt per path and process: a second one takes over, and the first then fails.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import logging
 import os
 import threading
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -26,63 +27,61 @@ import torch
 
 from holdfast import events
 from holdfast._version import __version__
+from holdfast.commit.publish import Publication, finish_manifest, note_overwritten
 from holdfast.errors import CheckpointExists, OutcomeUnknown, SaveFailed, StorageError
 from holdfast.format.manifest import (
     FORMAT,
-    MANIFEST_NAME,
-    METADATA_NAME,
     AttemptPlan,
     Manifest,
     ManifestFile,
     ManifestReport,
-    encode_manifest,
     report_name,
 )
 from holdfast.format.sealed import xxh3_128
-from holdfast.publish import clear_scaffolding, finish_manifest, note_overwritten, publish, withdraw
-from holdfast.recovery import recover_one
-from holdfast.root import attempt_id, hidden_name, is_occupied
-from holdfast.storage.lease import LEASE_PREFIX, Heartbeat, hold, new_record
-from holdfast.storage.local import LocalStorage, create_root
-from holdfast.storage.lock import RootLock, refuse_managed
+from holdfast.saver.startup import claim_path
+from holdfast.storage.entries import attempt_id, is_occupied
+from holdfast.storage.leases import COORDINATOR_LEASE, LEASE_WAIT_S
+from holdfast.storage.local import open_storage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from holdfast.storage.protocol import HeldLease, StorageLock
+
 _log = logging.getLogger("holdfast.dcp")
-_LEASE_NAME: Final = f"{LEASE_PREFIX}coordinator"
-_LEASE_WAIT_S: Final = 2.0
 
 _live: dict[str, DcpAttempt] = {}
 _live_lock = threading.RLock()  # reentrant: a Writer may be freed, and its attempt withdrawn, in the middle of anything
 
 
 def refuse_occupied(target: str) -> None:
-    """Raise `CheckpointExists` if something is at ``target`` that publishing would have to take the place of."""
+    """Raise `CheckpointExists` if something is at ``target`` that publishing would replace."""
     parent, name = os.path.split(target)
-    if is_occupied(LocalStorage(parent), name):
+    if is_occupied(open_storage(parent), name):
         raise CheckpointExists(
-            f"{target} exists already; choose another path, or pass overwrite=True to replace it as a whole",
+            f"{target} exists already. Checkpoint already exists and overwrite=False: choose another path, or pass "
+            "overwrite=True to replace it as a whole",
             path=target,
         )
 
 
 class DcpAttempt:
-    """One attempt, as its coordinator holds it; made by `begin`, over after `publish` or `give_up`. Thread-safe.
+    """One attempt, on its coordinator; made by `begin`, ended by `publish` or `give_up`. Thread-safe.
 
-    ``id`` is its own, ``directory`` is where ranks write, below the parent of its target.
+    id: of the attempt. directory: where ranks write, below the parent of the target.
     """
 
-    def __init__(self, target: str, manifest: Manifest, lock: RootLock, *, overwrite: bool) -> None:
+    def __init__(self, target: str, manifest: Manifest, lock: StorageLock, *, overwrite: bool) -> None:
         parent, self.name = os.path.split(target)
         self.id = manifest.attempt
-        self.directory = hidden_name(self.name, self.id, "incomplete")
         self._target = target
-        self._storage = LocalStorage(parent)
+        self._storage = open_storage(parent)
+        self._publication = Publication(self._storage, self.name, self.id, step=manifest.step)
+        self.directory = self._publication.directory
         self._manifest = manifest
         self._overwrite = overwrite
         self._lock = lock
-        self._lease: Heartbeat | None = None
+        self._lease: HeldLease | None = None
         self._mutex = threading.RLock()
         self._over: str | None = None
         self._pid = os.getpid()
@@ -95,25 +94,20 @@ class DcpAttempt:
         world: int,
         step: int | None,
         metrics: Mapping[str, float],
+        extra: Mapping[str, Any],
         overwrite: bool,
         timeout_s: float,
     ) -> DcpAttempt:
-        """Lock ``target``, settle what a crash left of it, and make the attempt's directory, durably.
+        """Lock ``target``, recover what a crash left there, and make the attempt's directory, durably.
 
-        timeout_s: how long to wait for a process that still works on an earlier attempt. Raises `CheckpointExists`,
-        `ConfigError`, `RootLocked`, `StorageError`.
+        extra: for the manifest. timeout_s: how long to wait for a process that still works on an earlier attempt.
+        Raises `CheckpointExists`, `ConfigError`, `RootLocked`, `StorageError`.
         """
-        parent, name = os.path.split(target)
-        create_root(parent)
         _take_over(target)
-        lock = RootLock.acquire_beside(target)
+        lock = claim_path(target, step=step, overwrite=overwrite, timeout_s=timeout_s)
         try:
-            recover_one(LocalStorage(parent), name, timeout_s=timeout_s)
-            if overwrite:
-                refuse_managed(target)
-            else:
-                refuse_occupied(target)
-            attempt = cls(target, _manifest(name, world, step, metrics), lock, overwrite=overwrite)
+            name = os.path.basename(target)
+            attempt = cls(target, _manifest(name, world, step, metrics, extra), lock, overwrite=overwrite)
         except BaseException:
             lock.release()
             raise
@@ -127,23 +121,23 @@ class DcpAttempt:
         events.emit("save.started", step=step, rank=0, attempt=attempt.id, path=target)
         return attempt
 
-    def publish(self, reports: Sequence[ManifestReport], metadata: bytes) -> None:
-        """Write the manifest and ``.metadata``, and give the directory its final name; returns when that is durable.
+    def publish(self, reports: Sequence[ManifestReport], files: Mapping[str, bytes]) -> None:
+        """Write the manifest and ``files``, and give the directory its final name; returns when that is durable.
 
-        Raises `SaveFailed`, `CheckpointExists` or `StorageError` when nothing is visible, `OutcomeUnknown` when that
-        can't be said. The attempt is over in any case.
+        Raises `SaveFailed`, `CheckpointExists` or `StorageError` if nothing is visible, `OutcomeUnknown` if that is
+        uncertain. The attempt has ended in any case.
         """
         with self._mutex:
             if self._over is not None:
                 raise SaveFailed(
-                    f"the save to {self._target} was given up: {self._over}. Nothing was published",
+                    f"the save to {self._target} was aborted: {self._over}. Nothing was published",
                     step=self._manifest.step,
                     rank=None,
                     path=self._target,
                 )
             try:
-                self._prepare(reports, metadata)
-                trash = publish(self._storage, self.directory, self.name, self.id, overwrite=self._overwrite)
+                self._prepare(reports, files)
+                self._publish()
             except OutcomeUnknown:
                 self._end("whether it was published is unknown")
                 raise
@@ -153,65 +147,72 @@ class DcpAttempt:
             self._end("it was published")
         step = self._manifest.step
         events.emit("save.published", step=step, rank=0, attempt=self.id, path=self._target)
-        self._remove(trash)
+        self._remove(self._publication.trash)
+
+    def _publish(self) -> None:
+        refusal = self._publication.publish(overwrite=self._overwrite)
+        if refusal is not None:
+            raise refusal
 
     def give_up(self, why: str) -> None:
-        """Move what was written to the trash and remove it, unless the attempt is over; never raises."""
+        """Move what was written to the trash and remove it, unless the attempt has ended; never raises."""
         if os.getpid() != self._pid:
-            return  # a forked child has a copy of this, but the attempt is its parent's
+            return  # a forked child has a copy of this, but its parent owns the attempt
         with self._mutex:
             if self._over is not None:
                 return
             self._stop_lease()
-            trash = withdraw(self._storage, self.directory, self.name, self.id)
-            if trash is None:
+            if not self._publication.withdraw():
                 _log.warning("attempt %s at %s is left to the next save there", self.id, self._target)
-            self._remove(trash or ())
+            self._remove(self._publication.trash)
             self._end(why)
         events.emit("save.failed", step=self._manifest.step, rank=0, attempt=self.id, path=self._target, error=why)
 
     def _make_directory(self) -> None:
-        self._storage.make_dir(self.directory)
-        fd = self._storage.open_dir(self.directory)
-        try:
-            self._lease = Heartbeat(hold(fd, _LEASE_NAME, new_record(0)))
-        finally:
-            os.close(fd)
+        storage = self._storage
+        if not storage.has_locks:  # before anybody can find the attempt, and until it ends
+            self._lease = storage.hold_lease(self.directory, COORDINATOR_LEASE, rank=0)
+        storage.begin(self.name, self.id, recoverable=True)
+        if self._lease is None:
+            self._lease = storage.hold_lease(self.directory, COORDINATOR_LEASE, rank=0)
 
-    def _prepare(self, reports: Sequence[ManifestReport], metadata: bytes) -> None:
-        """Make the attempt directory what will be published, but for its name."""
+    def _prepare(self, reports: Sequence[ManifestReport], files: Mapping[str, bytes]) -> None:
+        """Give the attempt directory the contents that will be published."""
         world = self._manifest.world
         lines = sorted(reports, key=lambda line: line.rank)
-        if [(line.rank, line.name) for line in lines] != [(rank, report_name(rank)) for rank in range(world)]:
+        names = [self._storage.stored_as(report_name(rank), self.id) for rank in range(world)]
+        if [(line.rank, line.name) for line in lines] != list(enumerate(names)):
             raise SaveFailed(
                 f"ranks {[line.rank for line in lines]} have reported to the save at {self._target}, expected each of "
-                f"{world} once: does every rank save through a holdfast.dcp.Writer of its own?",
+                f"{world} once: does every rank save through its own holdfast.dcp.Writer?",
                 step=self._manifest.step,
                 rank=None,
                 path=self._target,
             )
-        if not self._overwrite:
+        if not self._overwrite and self._storage.has_locks:  # else sealing looks
             refuse_occupied(self._target)
-        listed = ManifestFile(METADATA_NAME, len(metadata), xxh3_128(metadata))
-        manifest = msgspec.structs.replace(self._manifest, files=(listed,))
+        files = {self._storage.stored_as(name, self.id): content for name, content in files.items()}
+        listed = tuple(ManifestFile(name, len(content), xxh3_128(content)) for name, content in files.items())
+        manifest = msgspec.structs.replace(self._manifest, files=listed)
         plan = note_overwritten(
             self._storage,
             AttemptPlan(self.id, self.name, manifest.step, world, (), manifest, overwrite=self._overwrite),
         )
-        self._storage.write_file(f"{self.directory}/{METADATA_NAME}", metadata)
-        self._storage.write_file(f"{self.directory}/{MANIFEST_NAME}", encode_manifest(finish_manifest(plan, lines)))
-        self._stop_lease()
-        clear_scaffolding(self._storage, self.directory)
+        for name, content in files.items():
+            self._storage.write_file(f"{self.directory}/{name}", content)
+        if self._storage.has_locks:
+            self._stop_lease()  # or its file would be published
+        self._publication.seal(finish_manifest(plan, lines), alone=not self._overwrite)
 
     def _withdraw_after(self, error: BaseException) -> None:
         self._stop_lease()
-        trash = withdraw(self._storage, self.directory, self.name, self.id)
-        self._remove(trash or ())
+        certain = self._publication.withdraw()
+        self._remove(self._publication.trash)
         self._end(str(error))
         events.emit(
             "save.failed", step=self._manifest.step, rank=0, attempt=self.id, path=self._target, error=repr(error)
         )
-        if trash is None:
+        if not certain:
             raise OutcomeUnknown(
                 f"the save to {self._target} failed ({error}), but what it wrote could not be moved to the trash; the "
                 "next save there settles it",
@@ -229,7 +230,7 @@ class DcpAttempt:
 
     def _stop_lease(self) -> None:
         if self._lease is not None:
-            self._lease.stop(wait_s=_LEASE_WAIT_S)
+            self._lease.stop(wait_s=LEASE_WAIT_S)
             self._lease = None
 
     def _remove(self, trash: Sequence[str]) -> None:
@@ -247,7 +248,9 @@ def _take_over(target: str) -> None:
         earlier.give_up("another save to the same path has begun in this process")
 
 
-def _manifest(name: str, world: int, step: int | None, metrics: Mapping[str, float]) -> Manifest:
+def _manifest(
+    name: str, world: int, step: int | None, metrics: Mapping[str, float], extra: Mapping[str, Any]
+) -> Manifest:
     return Manifest(
         format=FORMAT,
         name=name,
@@ -260,4 +263,5 @@ def _manifest(name: str, world: int, step: int | None, metrics: Mapping[str, flo
         versions={"holdfast": __version__, "torch": str(torch.__version__), "numpy": np.__version__},
         reports=(),
         files=(),
+        extra=dict(extra),
     )

@@ -1,62 +1,81 @@
-"""Writes what DCP's plan assigns to one rank, in this process: lay out, fill, write, hash, report.
+"""Write what DCP's plan assigns to one rank: lay it out, and stream it through a ring of slots to the engine.
 
-Unlike a session of Holdfast's own, DCP hands over tensors once and has copied them already where it is asynchronous.
-So there is no image of everything: files pass through two windows, one being filled while the other is written, each
-at most an eighth of what the rank writes (a larger tensor has a window of its own size).
+The engine of the process writes, hashes and reports, as for `holdfast.save`; see ``staging.stream`` and
+``engine.ring``. Nothing is kept of a state but the slots. For a caller that trains meanwhile, and for an object store,
+which takes whole objects only, `StagedShare` copies all of it first.
 
 Guarantees: objects that couldn't be loaded back are refused before a byte is written; the report is the last thing
-written, and says that all of it is durable. On any error there is no report. Tensors are asked of the planner one
-window at a time.
+written, and says that all of it is durable. On any error there is no report, or it can't be said (then the engine is
+retired). Each tensor is asked of the planner once, when those before it in the plan were copied: it may hand out one
+buffer for all. Only what stock's planner looks up in the state dict, and is nobody's buffer, waits for others to be
+copied with it.
+Does not: bound how long a save takes, but how long the storage may take for the next slot, or make no progress.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
+import logging
 import os
-import struct
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from holdfast import _torch_compat as compat
 from holdfast import events
 from holdfast.boxes import Box
+from holdfast.dcp.planners import is_live, looked_up, stored_path
 from holdfast.dtypes import ITEMSIZE
-from holdfast.engine.checksums import compile_plan
-from holdfast.engine.executor import Progress, WriteOptions, Written, write_files, write_report
-from holdfast.engine.messages import AddPlan, FileRow
-from holdfast.errors import CheckpointCorrupt, ConfigError
+from holdfast.engine.client import EngineClient
+from holdfast.engine.ring import pieces_of
+from holdfast.engine.shared import process_engine
+from holdfast.errors import CheckpointCorrupt, ConfigError, DeadlineExceeded, HoldfastError
 from holdfast.format import torch_record
-from holdfast.format.manifest import ManifestReport, Report, encode_index, report_name, report_parts
+from holdfast.format.manifest import PAGE_BYTES, ManifestReport, report_name
 from holdfast.format.objects import ALLOWED_OBJECTS, load_object
-from holdfast.plan.index import index_of
-from holdfast.plan.structure import ObjectSpec, PathItem, TensorSpec
-from holdfast.plan.write import PlacedTensor, RankPlan, lay_out
-from holdfast.staging.copies import CopyBatch, CopyItem
+from holdfast.format.structure import ObjectSpec, TensorSpec
+from holdfast.plan.write import RankPlan, lay_out
+from holdfast.saver.checkpointer import rows_of, write_plan
+from holdfast.saver.delivery import ENGINE_GRACE_S
+from holdfast.saver.process_session import process_session
 from holdfast.staging.image import Image
+from holdfast.staging.stream import SLOT_BYTES, PieceRenderer
 from holdfast.state.entries import check_tensor, local_tensor
-from holdfast.storage.lease import Heartbeat, hold, lease_name, new_record
+from holdfast.state.gc_pause import gc_paused_on_main_thread
+from holdfast.storage.leases import lease_name
 
-WINDOW_BYTES_MIN: Final = 256 << 20
-WINDOW_SHARE: Final = 8
-_WINDOWS: Final = 2
-_LEASE_WAIT_S: Final = 2.0
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from holdfast.cores import Cores
+    from holdfast.plan.write import PlacedObject, PlacedTensor
+    from holdfast.storage.protocol import WriterTarget
+
+_log = logging.getLogger("holdfast.dcp")
+FILE_BYTES_MIN: Final = 256 << 20
+FILES_MOST: Final = 8
+"""A rank that writes more than that many files of `FILE_BYTES_MIN` writes about that many larger ones."""
+STALL_S: Final = 1800.0
+"""How long the storage may take to free the next slot, and to make all durable once nothing more is written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a rank was told: the attempt it writes for, and its place in it."""
+    """A rank's assignment: its attempt, its part in that, and where it writes."""
 
     attempt: str
     step: int | None
     rank: int
     world: int
+    target: int | WriterTarget
+    """The descriptor of the attempt's directory, or its writer on an object store."""
+    stored_as: Callable[[str], str]
+    """Returns the name that a file of the attempt has there."""
 
 
 def check_items(plan: SavePlan) -> None:
@@ -66,95 +85,189 @@ def check_items(plan: SavePlan) -> None:
             _dtype_of(item)
 
 
-def write_share(
-    dir_fd: int, plan: SavePlan, planner: SavePlanner, assignment: Assignment, options: WriteOptions
-) -> list[WriteResult]:
-    """Write the items of ``plan`` into the directory ``dir_fd`` and report; returns when all of it is durable.
+def write_share(plan: SavePlan, planner: SavePlanner, assignment: Assignment, *, writers: int) -> list[WriteResult]:
+    """Write the items of ``plan`` to the place of ``assignment`` and report; returns when everything is durable.
 
     The last result is the rank's line of the manifest. Raises `ConfigError` for what can't be stored, `StorageError`,
-    and what the planner raises.
+    `EngineDied`, `DeadlineExceeded`, and what the planner raises.
     """
-    lease = Heartbeat(hold(dir_fd, lease_name(assignment.rank), new_record(assignment.rank)))
-    try:
+    # Whether the caller waits, or trains meanwhile, isn't known here: as fast as it can.
+    if not isinstance(assignment.target, int):
+        staged = StagedShare(plan, planner, assignment.rank, image_of=_warm_image)
+        try:
+            return staged.write(assignment, writers=writers, nice=0)
+        finally:
+            staged.image.close()
+    with gc_paused_on_main_thread():
         share = _Share(plan, planner, assignment.rank)
-        written = _write_files(dir_fd, share, options)
-        report = Report(
-            attempt=assignment.attempt,
-            step=assignment.step,
-            rank=assignment.rank,
-            world=assignment.world,
-            files=tuple(file for part in written for file in part.files),
-            tensor_sums=b"".join(part.tensor_sums for part in written),
-            index=encode_index(index_of(share.rank_plan)),
-        )
-        name = report_name(assignment.rank)
-        size, digest = write_report(dir_fd, name, report_parts(report))
+    engine = EngineClient(assignment.rank, writers=writers, nice=0, host=process_engine())
+    try:
+        line = _stream(engine, share, assignment)
     finally:
-        lease.stop(wait_s=_LEASE_WAIT_S)
-    nbytes = share.rank_plan.nbytes
-    events.count("bytes_persisted", nbytes)
-    line = ManifestReport(assignment.rank, name, size, digest, nbytes)
-    return [*share.results(), WriteResult(MetadataIndex(name), size, line)]
+        engine.close(ENGINE_GRACE_S)
+    return _results_of(share, line, assignment)
+
+
+def _warm_image(nbytes: int) -> Image:
+    image = Image(nbytes)
+    image.warm_up()
+    return image
+
+
+class StagedShare:
+    """A rank's share, copied: what the state becomes after it was made doesn't matter.
+
+    image_of: makes the memory for so many bytes, whole pages. Raises `ConfigError` for what can't be stored, and what
+    the planner raises.
+    """
+
+    def __init__(self, plan: SavePlan, planner: SavePlanner, rank: int, *, image_of: Callable[[int], Image]) -> None:
+        with gc_paused_on_main_thread():
+            self._share = _Share(plan, planner, rank)
+            pieces = pieces_of(rows_of(self._share.rank_plan), SLOT_BYTES)
+            self.image = image_of(max(PAGE_BYTES, self._share.rank_plan.nbytes))
+            renderer = PieceRenderer(self._share.rank_plan, self._share)
+            for piece in pieces:
+                renderer.fill(piece.start, piece.end, self.image.bytes_view[piece.start : piece.end])
+            self._share.forget_state()
+
+    def write(
+        self, assignment: Assignment, *, writers: int, cores: Cores = "auto", nice: int = 10
+    ) -> list[WriteResult]:
+        """Have it written to the place of ``assignment`` and reported; as `write_share`, on any thread.
+
+        nice: the engine's while it writes; 10 where training goes on meanwhile.
+        """
+        engine = EngineClient(assignment.rank, writers=writers, nice=nice, cores=cores, host=process_engine())
+        try:
+            with _attempted(engine, self._share, assignment, self.image):
+                engine.staging_verified(assignment.attempt)
+                line = _reported(engine, assignment)
+        finally:
+            engine.close(ENGINE_GRACE_S)
+        return _results_of(self._share, line, assignment)
+
+
+def _results_of(share: _Share, line: ManifestReport, assignment: Assignment) -> list[WriteResult]:
+    events.count("bytes_persisted", line.nbytes)
+    with gc_paused_on_main_thread():
+        return [*share.results(assignment.stored_as), WriteResult(MetadataIndex(line.name), line.size, line)]
+
+
+@contextlib.contextmanager
+def _attempted(
+    engine: EngineClient, share: _Share, assignment: Assignment, image: Image, slot_bytes: int = 0
+) -> Iterator[None]:
+    """Have the engine begin the attempt, and cancel it if the block fails."""
+    attempt, rank = assignment.attempt, assignment.rank
+    try:
+        engine.persist(
+            assignment.target,
+            attempt=attempt,
+            plan=engine.add_plan(**write_plan(share.rank_plan)),
+            image=engine.add_image(image.fd, image.nbytes),
+            step=assignment.step,
+            world=assignment.world,
+            report_name=report_name(rank),
+            lease_name=lease_name(rank),
+            slot_bytes=slot_bytes,
+        )
+        yield
+    except BaseException:
+        try:
+            engine.cancel(attempt, timeout_s=ENGINE_GRACE_S)
+        except HoldfastError as late:
+            _log.warning("attempt %s: %s", attempt, late)
+        raise
+
+
+def _reported(engine: EngineClient, assignment: Assignment) -> ManifestReport:
+    """Wait for the report, as long as bytes are being written; return the rank's line of the manifest."""
+    rank, written = assignment.rank, -1
+    while True:
+        try:
+            found = engine.wait_reported(assignment.attempt, timeout_s=STALL_S)
+        except DeadlineExceeded:
+            before, (written, _) = written, engine.progress(assignment.attempt)
+            if written == before:
+                raise
+        else:
+            name = assignment.stored_as(report_name(rank))
+            return ManifestReport(rank, name, found.size, found.digest, found.nbytes)
+
+
+def _stream(engine: EngineClient, share: _Share, assignment: Assignment) -> ManifestReport:
+    """Have the engine write the share, piece by piece; return the rank's line of the manifest."""
+    attempt, kept = assignment.attempt, process_session()
+    pieces = pieces_of(rows_of(share.rank_plan), SLOT_BYTES)
+    ring = kept.take_ring(len(pieces))
+    is_written = False
+    try:
+        with _attempted(engine, share, assignment, ring.image, SLOT_BYTES):
+            renderer = PieceRenderer(share.rank_plan, share)
+            for number, piece in enumerate(pieces):
+                if (freed := number - ring.slots + 1) > 0:
+                    engine.wait_freed(attempt, freed, timeout_s=STALL_S)
+                with gc_paused_on_main_thread():
+                    renderer.fill(piece.start, piece.end, ring.slot(number))
+                engine.slot_filled(attempt, number + 1)
+            engine.staging_verified(attempt)
+            line = _reported(engine, assignment)
+            is_written = True
+    finally:
+        kept.give_ring_back(ring, reuse=is_written)
+    return line
 
 
 class _Share:
     """The items of one rank, laid out."""
 
     def __init__(self, plan: SavePlan, planner: SavePlanner, rank: int) -> None:
-        self._planner = planner
+        self._planner: SavePlanner | None = planner
         self._items: dict[tuple[str, tuple[int, ...]], WriteItem] = {}
         self._objects: dict[str, tuple[WriteItem, bytes]] = {}
         paths = plan.planner_data if isinstance(plan.planner_data, dict) else {}
-        shards: list[tuple[TensorSpec, Box]] = []
         for item in plan.items:
             name = item.index.fqn
             if item.type == WriteItemType.BYTE_IO:
                 self._objects[name] = (item, _record_of(item, planner))
                 continue
-            data, dtype = item.tensor_data, _dtype_of(item)
+            # A shard without elements may be listed at the offset of one that has some.
+            known = self._items.setdefault((name, _chunk(item).offsets), item)
+            if known is not item and 0 in _chunk(known).sizes:
+                self._items[name, _chunk(item).offsets] = item
+        shards: list[tuple[TensorSpec, Box]] = []
+        for (name, offsets), item in self._items.items():
+            data = item.tensor_data
             assert data is not None
-            box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-            if self._items.setdefault((name, box.offsets), item) is item:
-                shards.append((TensorSpec(name, _path(paths.get(name), name), tuple(data.size), dtype), box))
+            spec = TensorSpec(name, stored_path(paths.get(name), name), tuple(data.size), _dtype_of(item))
+            shards.append((spec, Box(tuple(offsets), tuple(data.chunk.sizes))))
         nbytes = sum(torch_record.payload_bytes(spec.dtype, box.sizes) for spec, box in shards)
         objects = [
-            ObjectSpec(name, _path(paths.get(name), name), len(record)) for name, (_, record) in self._objects.items()
+            ObjectSpec(name, stored_path(paths.get(name), name), len(record))
+            for name, (_, record) in self._objects.items()
         ]
         self.rank_plan: RankPlan = lay_out(
-            rank, shards, objects, file_bytes_max=max(WINDOW_BYTES_MIN, nbytes // WINDOW_SHARE)
+            rank, shards, objects, file_bytes_max=max(FILE_BYTES_MIN, nbytes // FILES_MOST)
         )
+        self._known = looked_up(planner)
+        self._last: tuple[PlacedTensor, torch.Tensor, bool] | None = None
+        """What was asked of the planner last: a large tensor is needed for several pieces."""
 
-    def fill(self, file: int, memory: torch.Tensor) -> tuple[bytes, bytes]:
-        """Make ``memory`` the content of a file; returns offsets and sizes of its payloads, as `AddPlan` has them."""
-        host = compat.host_memory(memory)
-        placed = [tensor for tensor in self.rank_plan.tensors if tensor.file == file]
-        copies: list[CopyItem] = []
-        end = 0
-        for place in placed:
-            header, trailer = torch_record.render(place.dtype, place.sizes, record_offset=place.record_offset)
-            payload_end = place.payload_offset + place.nbytes
-            host[end : place.record_offset] = bytes(place.record_offset - end)
-            host[place.record_offset : place.payload_offset] = header
-            host[payload_end : place.record_end] = trailer
-            end = place.record_end
-            if place.nbytes:
-                view = memory[place.payload_offset : payload_end].view(getattr(torch, place.dtype)).view(place.sizes)
-                copies.append(CopyItem(place.name, self._tensor(place), None, view))
-        for kept in self.rank_plan.objects:
-            if kept.file == file:
-                host[end : kept.offset] = bytes(kept.offset - end)
-                end = kept.offset + kept.capacity
-                host[kept.offset : end] = self._objects[kept.name][1]
-        host[end:] = bytes(len(host) - end)
-        CopyBatch(copies).copy()
-        count = len(placed)
-        offsets = struct.pack(f"<{count}Q", *(place.payload_offset for place in placed))
-        return offsets, struct.pack(f"<{count}Q", *(place.nbytes for place in placed))
+    def tensor(self, placed: PlacedTensor) -> tuple[torch.Tensor, bool]:
+        """Return what ``placed`` stores, of which the planner is asked once; see `PieceSource`."""
+        if self._last is None or self._last[0] is not placed:
+            self._last = None  # a planner may need the memory
+            self._last = (placed, *self._resolved(placed))
+        return self._last[1:]
 
-    def results(self) -> list[WriteResult]:
-        """Where everything is, for stock's ``.metadata``."""
+    def record(self, placed: PlacedObject) -> bytes:
+        return self._objects[placed.name][1]
+
+    def results(self, stored_as: Callable[[str], str]) -> list[WriteResult]:
+        """Return the location of every item, for stock's ``.metadata``, in files called as they are stored."""
         info = compat.storage_info_type()
-        names = [file.name for file in self.rank_plan.files]
+        names = [stored_as(file.name) for file in self.rank_plan.files]
         found = []
         for place in self.rank_plan.tensors:
             length = place.record_end - place.record_offset
@@ -165,8 +278,15 @@ class _Share:
             found.append(WriteResult(item.index, kept.capacity, info(names[kept.file], kept.offset, kept.capacity)))
         return found
 
-    def _tensor(self, place: PlacedTensor) -> torch.Tensor:
+    def forget_state(self) -> None:
+        """Refer to nothing of the state any more: all of it was copied."""
+        self._planner = self._known = self._last = None
+        self._objects = {name: (item, b"") for name, (item, _) in self._objects.items()}
+
+    def _resolved(self, place: PlacedTensor) -> tuple[torch.Tensor, bool]:
+        """Resolve the item; also return True if the result stays valid while the planner resolves others."""
         name = place.name
+        assert self._planner is not None
         value = self._planner.resolve_data(self._items[name, place.offsets])
         if not isinstance(value, torch.Tensor):
             raise ConfigError(f"{name}: the save planner gave a {type(value).__name__} for a tensor", field=name)
@@ -179,43 +299,12 @@ class _Share:
                 f"{list(found[1])}; change TensorWriteData.properties where resolve_data converts",
                 field=name,
             )
-        return tensor
+        return tensor, self._known is not None and is_live(value, self._known.get(name))
 
 
-def _write_files(dir_fd: int, share: _Share, options: WriteOptions) -> list[Written]:
-    """Write every file of the share, the next one being filled meanwhile."""
-    progress = Progress()
-    windows: deque[Image] = deque()
-    pending: deque[Future[Written]] = deque()
-    written: list[Written] = []
-    with ThreadPoolExecutor(1, thread_name_prefix="holdfast-write") as worker:
-        try:
-            for number, file in enumerate(share.rank_plan.files):
-                if len(pending) == _WINDOWS:
-                    written.append(pending.popleft().result())
-                window = windows.popleft() if len(windows) == _WINDOWS else None
-                if window is None or window.nbytes < file.size:
-                    if window is not None:
-                        window.close()
-                    window = Image(file.size)
-                windows.append(window)
-                memory = window.bytes_view[: file.size]
-                offsets, sizes = share.fill(number, memory)
-                row = AddPlan(number, (FileRow(file.name, file.size, 0),), offsets, sizes, b"")
-                pending.append(worker.submit(_write_file, dir_fd, memory, row, options, progress))
-            written.extend(future.result() for future in pending)
-        except BaseException:
-            progress.stop()  # leaving the pool waits for its thread
-            raise
-        finally:
-            worker.shutdown(wait=True)
-            for window in windows:
-                window.close()
-    return written
-
-
-def _write_file(dir_fd: int, memory: torch.Tensor, row: AddPlan, options: WriteOptions, progress: Progress) -> Written:
-    return write_files(dir_fd, compat.host_memory(memory), compile_plan(row), options, progress=progress)
+def _chunk(item: WriteItem) -> ChunkStorageMetadata:
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk
 
 
 def _dtype_of(item: WriteItem) -> str:
@@ -228,7 +317,7 @@ def _dtype_of(item: WriteItem) -> str:
 
 
 def _record_of(item: WriteItem, planner: SavePlanner) -> bytes:
-    """What the planner made of a plain value: kept as it is, if it can be loaded back from there."""
+    """Return the record of a plain value that the planner resolved, if it can be loaded back."""
     name = item.index.fqn
     value = planner.resolve_data(item)
     if not isinstance(value, io.BytesIO):
@@ -238,28 +327,22 @@ def _record_of(item: WriteItem, planner: SavePlanner) -> bytes:
         load_object(record, name=name, path="")
     except CheckpointCorrupt as error:
         raise ConfigError(
-            f"{name}: this value can't be kept in a checkpoint ({error.__cause__}), because it couldn't be loaded back "
-            "without running code that the file names. Convert it to what can be kept, exactly one of: "
-            f"{'; '.join(ALLOWED_OBJECTS)}; or leave it to a FileSystemWriter",
+            f"{name}: this value can't be stored in a checkpoint ({error.__cause__}), because "
+            "loading it would run code that the file names. Convert it to one of the supported "
+            "types: "
+            f"{'; '.join(ALLOWED_OBJECTS)}; or save it with a FileSystemWriter",
             field=name,
         ) from error
     return record
 
 
-def _path(path: Any, name: str) -> tuple[PathItem, ...]:
-    """Where the state dict had it, if the planner says so and it is nothing but keys and indices."""
-    if isinstance(path, tuple) and path and all(type(item) in (str, int) for item in path):
-        return path
-    return (name,)
-
-
 def open_directory(path: str) -> int:
-    """A descriptor of an attempt directory. Raises `ConfigError` where this rank doesn't see it."""
+    """Open an attempt directory. Raises `ConfigError` if this rank doesn't see it."""
     try:
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError as error:
         raise ConfigError(
-            f"{os.uname().nodename} doesn't see {path}, which the coordinator has just made; checkpoints need a path "
-            "on a file system that all ranks share",
+            f"{os.uname().nodename} doesn't see {path}, which the coordinator has just made. If the coordinator has "
+            "failed meanwhile, that is the cause; else checkpoints need a path on a file system that all ranks share",
             field="path",
         ) from error

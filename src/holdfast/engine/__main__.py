@@ -1,4 +1,4 @@
-"""``python -m holdfast.engine FD``: be an engine on the inherited socket FD. Torch-free; see `process`."""
+"""``python -m holdfast.engine FD``: run an engine on the inherited socket FD. Torch-free; see `process`."""
 
 from __future__ import annotations
 

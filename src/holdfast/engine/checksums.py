@@ -1,11 +1,11 @@
-"""Checksums of an image: every extent of every file, and every tensor, in one walk over the bytes. Torch-free, pure.
+"""Checksums of an image: every extent of every file, and every tensor, in one pass. Torch-free, pure.
 
-An image is cut into `Unit`s at tensor starts (at extents where there are no tensors), so that units can be hashed by
-several threads and a tensor still belongs to one of them. Inside a unit the walk goes in pieces small enough to stay in
-a core's cache: the piece is hashed for its extent and, while hot, for the tensors in it.
+An image is cut into `Unit`s at tensor starts (at extents if there are no tensors). Several threads can hash units, and
+each tensor belongs to one unit. Within a unit the bytes are hashed in pieces that fit into a core's cache: first for
+the extent, then, while cached, for the tensors.
 
-Guarantees: the sums are those of xxh3_64 over the whole extent (the last of a file may be short) and over the whole
-tensor, whatever the units and pieces. Assumes: the image stands still. Does no I/O.
+Guarantees: the sums are xxh3_64 of the whole extent (the last of a file may be short) and of the whole tensor,
+independent of units and pieces. Assumes: the image doesn't change meanwhile. Does no I/O.
 """
 
 from __future__ import annotations
@@ -15,30 +15,34 @@ import itertools
 import struct
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import xxhash
 
-from holdfast.engine.ranges import ALIGN_BYTES
-from holdfast.format.manifest import EXTENT_BYTES, SUM_BYTES
-from holdfast.format.parts import FilePart, part_fault
+from holdfast.format.manifest import EXTENT_BYTES, PAGE_BYTES, SUM_BYTES, FilePart, part_fault
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from holdfast.engine.messages import AddPlan, FileRow
 
 PIECE_BYTES: Final = 256 << 10
-"""At most this much is hashed at a time: it stays in a core's cache, and the GIL is given up around it."""
+"""Bytes hashed at a time: fits into a core's cache; the GIL is released around it."""
 UNIT_BYTES: Final = 32 << 20
-"""A unit has at least this many bytes, where its file has them: what one thread hashes in a few milliseconds."""
+"""Minimum size of a unit, unless its file is smaller: a few milliseconds of hashing."""
 _SUM: Final = struct.Struct("<Q")
 _EMPTY_SUM: Final = xxhash.xxh3_64_intdigest(b"")
 
 
+class ImageBytes(Protocol):
+    """Bytes by image offset: a `memoryview` of the image, or an object that acts like one."""
+
+    def __getitem__(self, where: slice, /) -> memoryview: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Extents that start in ``[start, end)`` of the image, and tensors ``order[first:last]``, which lie in there."""
+    """Extents that start in ``[start, end)`` of the image, and the tensors ``order[first:last]``, which lie there."""
 
     file: int
     start: int
@@ -49,19 +53,19 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:
-    """What an `AddPlan` says, checked and ready to walk. Immutable; used by every save of the plan."""
+    """A checked and compiled `AddPlan`. Immutable; used by every save of the plan."""
 
     files: tuple[FileRow, ...]
     offsets: Sequence[int]
     """Image offset of each tensor, in index order."""
     sizes: Sequence[int]
     order: Sequence[int]
-    """Tensors that have bytes, by image offset."""
+    """Nonempty tensors, by image offset."""
     units: tuple[Unit, ...]
 
 
 class Sums:
-    """The checksums of one walk, filled in by `hash_unit`. Units touch disjoint parts: no lock is needed."""
+    """The checksums of one pass, filled in by `hash_unit`. Units touch disjoint parts: no lock is needed."""
 
     def __init__(self, plan: WritePlan) -> None:
         self.extents = [bytearray(SUM_BYTES * -(-row.size // EXTENT_BYTES)) for row in plan.files]
@@ -99,15 +103,24 @@ def compile_plan(plan: AddPlan, *, unit_bytes: int = UNIT_BYTES) -> WritePlan:
     return WritePlan(plan.files, offsets, sizes, order, tuple(units))
 
 
-def hash_unit(image: memoryview, plan: WritePlan, unit: Unit, sums: Sums, piece_bytes: int = PIECE_BYTES) -> None:
-    """Hash one unit of ``image`` into ``sums``. ``piece_bytes`` divides an extent."""
+def hash_unit(
+    image: ImageBytes,
+    plan: WritePlan,
+    unit: Unit,
+    sums: Sums,
+    piece_bytes: int = PIECE_BYTES,
+    *,
+    pause: Callable[[], None] = lambda: None,
+) -> None:
+    """Hash one unit of ``image`` into ``sums``; call ``pause`` before each of the pieces, which divide an extent."""
     row = plan.files[unit.file]
     row_end = row.image_offset + row.size
     tensors = _TensorWalk(image, plan, unit, sums.tensors)
     extent = (unit.start - row.image_offset) // EXTENT_BYTES
     while (at := row.image_offset + extent * EXTENT_BYTES) < unit.end:
+        pause()
         end = min(at + EXTENT_BYTES, row_end)
-        # The extent that the unit begins within is its neighbour's; only the tensors in it are ours.
+        # The unit before hashes the extent that this unit begins in; here only its tensors are hashed.
         state = xxhash.xxh3_64() if at >= unit.start else None
         for start in range(at, end, piece_bytes):
             stop = min(start + piece_bytes, end)
@@ -123,13 +136,13 @@ def hash_unit(image: memoryview, plan: WritePlan, unit: Unit, sums: Sums, piece_
 class _TensorWalk:
     """Hashes the tensors of a unit, piece by piece."""
 
-    def __init__(self, image: memoryview, plan: WritePlan, unit: Unit, sums: bytearray) -> None:
+    def __init__(self, image: ImageBytes, plan: WritePlan, unit: Unit, sums: bytearray) -> None:
         self._image, self._plan, self._unit, self._sums = image, plan, unit, sums
         self._state: xxhash.xxh3_64 | None = None
         self.at = unit.first
 
     def walk(self, start: int, stop: int) -> None:
-        """Hash what lies of the unit's tensors in ``[start, stop)`` of the image; pieces come in order."""
+        """Hash the bytes of the unit's tensors in ``[start, stop)`` of the image; pieces come in order."""
         plan, image, sums = self._plan, self._image, self._sums
         order, offsets, sizes, last = plan.order, plan.offsets, plan.sizes, self._unit.last
         while self.at < last:
@@ -161,7 +174,7 @@ def _cut(
     unit_bytes: int,
     units: list[Unit],
 ) -> int:
-    """Append the units of one file, whose tensors ``order`` has from ``first`` on; returns the first beyond it."""
+    """Append the units of one file, whose tensors start at ``order[first]``; return the index after its last tensor."""
     end = row.image_offset + row.size
     start, done, at = row.image_offset, row.image_offset, first
     while at < len(order) and (offset := offsets[order[at]]) < end:
@@ -174,7 +187,7 @@ def _cut(
         if done > end:
             raise ValueError(f"tensor {order[at]} at byte {offset} of the image leaves file {row.name}")
         at += 1
-    if first == at:  # no tensor to cut at: an export's parts have none
+    if first == at:  # no tensors to cut at, as in an export's parts
         step = -(-unit_bytes // EXTENT_BYTES) * EXTENT_BYTES
         cut = row.image_offset + -(-(start - row.image_offset) // EXTENT_BYTES) * EXTENT_BYTES + step
         while cut < end:
@@ -191,8 +204,8 @@ def _check_parts(rows: Sequence[FileRow]) -> None:
         return
     if len(parts) != len(rows):
         raise ValueError("parts of files and whole files are in one plan")
-    if any(row.image_offset % ALIGN_BYTES for row in rows):
-        raise ValueError(f"a part starts in the image off a multiple of {ALIGN_BYTES}")
+    if any(row.image_offset % PAGE_BYTES for row in rows):
+        raise ValueError(f"a part starts in the image off a multiple of {PAGE_BYTES}")
     parts.sort()
     for part in parts:
         fault = part_fault(part)

@@ -1,48 +1,129 @@
-"""The trainer's side of its engine: starts it, feeds it, watches it, and turns its end into errors. Torch-free.
+"""One session's use of an engine process: persist, cancel, remove, and errors for what fails. Torch-free.
+
+The process belongs to its host (``shared``), which starts, watches and replaces it; several sessions may share it.
 
 Guarantees:
-- no call waits without a deadline; an engine that dies or falls silent is noticed (`EngineDied`), killed and reaped,
-  and the next `persist` starts a new one, which is told all images and plans again;
+- no call waits without a deadline; an engine that dies or hangs is noticed (`EngineDied`), killed and reaped, and the
+  next `persist` starts a new one, which gets all images and plans again;
 - after `cancel` has returned, no report of that attempt appears;
-- one daemon thread and two descriptors a running engine, and one descriptor an image; nothing is left after `close`;
-- a forked child (a DataLoader's worker) gives up its copy of the socket, so that the engine notices the trainer's death
-  while the child lives; at interpreter exit the engine is told to leave, and not waited for for long.
+- one daemon thread and two descriptors per running engine, and one descriptor per image; `close` ends this session's
+  work, and the engine with the last session: then nothing is left;
+- a forked child (a DataLoader's worker) closes its copy of the socket, so that the engine notices the trainer's death
+  while the child lives; interpreter exit tells the engine to leave, and waits only briefly.
 
-All methods may be called from any thread. Images stay the caller's; a descriptor handed in is duplicated.
+All methods are thread-safe. Images remain the caller's; a descriptor passed in is duplicated.
 """
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import logging
 import os
-import threading
 import time
-import weakref
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from holdfast.cores import usable_cores
 from holdfast.engine import messages
-from holdfast.engine.launch import REAP_S, launch
-from holdfast.engine.link import LINGER_S, START_S, Link
-from holdfast.engine.progress import AttemptProgress
+from holdfast.engine.at_exit import end_at_exit
+from holdfast.engine.shared import SILENCE_S, EngineHost
+from holdfast.engine.supervisor import LINGER_S, REAP_S, START_S, EngineConnection
 from holdfast.errors import DeadlineExceeded, EngineDied, StorageError
-from holdfast.storage.slots import slots_directory
+from holdfast.storage.locks import slots_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from holdfast.engine.wire import ToTrainer
+    from holdfast.cores import Cores
+    from holdfast.storage.protocol import WriterTarget
+
+
+class AttemptProgress:
+    """Progress of one attempt, as reported by the engine. Guarded by the host's condition; never waits itself."""
+
+    __slots__ = (
+        "cancelled",
+        "failure",
+        "freed",
+        "given_up",
+        "link",
+        "name",
+        "nbytes",
+        "persisted",
+        "rank",
+        "report_left",
+        "reported",
+        "verified",
+        "waiting",
+        "written",
+    )
+
+    def __init__(self, name: str, nbytes: int, link: EngineConnection, rank: int) -> None:
+        self.name, self.nbytes, self.link, self.rank = name, nbytes, link, rank
+        self.written = self.freed = 0
+        self.waiting = ""
+        self.persisted: messages.Persisted | None = None
+        self.reported: messages.Reported | None = None
+        self.cancelled = self.report_left = self.verified = False
+        self.given_up = False
+        """The engine did not answer: the attempt may end in any way until its engine is gone."""
+        self.failure: StorageError | None = None
+
+    @property
+    def error(self) -> EngineDied | StorageError | None:
+        """Error that ended it, None if it ended by a report or a cancel."""
+        if self.failure is not None or self.reported is not None or self.cancelled:
+            return self.failure
+        if self.link.death is None and self.given_up:
+            message = f"attempt {self.name} on rank {self.rank} was given up: its engine (pid {self.link.pid}) "
+            return EngineDied(message + "gave no answer, and is replaced", rank=self.rank)
+        return told_to(self.rank, self.link.death)
+
+    @property
+    def in_work(self) -> bool:
+        return self.error is None and self.reported is None and not self.cancelled
+
+    @property
+    def may_leave_report(self) -> bool:
+        """True if the report of an ended attempt may exist, or reappear after a power loss."""
+        answered = self.failure is not None or self.cancelled
+        return self.report_left or self.reported is not None or not answered
+
+    def note(self, message: messages.OfSession) -> None:
+        match message:
+            case messages.AttemptBeat():
+                self.written, self.waiting = message.written, message.waiting
+            case messages.SlotFree():
+                self.freed = message.pieces
+            case messages.Persisted():
+                self.persisted = message
+                self.written = message.nbytes
+            case messages.Reported():
+                self.reported = message
+            case messages.Cancelled():
+                self.cancelled, self.report_left = True, self.report_left or message.report_left
+            case messages.AttemptFailed():
+                text = f"rank {self.rank}, attempt {self.name}: {message.detail}"
+                self.failure = StorageError(text, path=message.path, errno=message.errno)
+                self.report_left = message.report_left
+
+
+def told_to(rank: int, death: EngineDied | None) -> EngineDied | None:
+    """Return ``death`` as raised by a session of ``rank``, even if another rank of this process started the engine."""
+    if death is None or death.rank == rank:
+        return death
+    return EngineDied(f"rank {rank}: {death}", rank=rank, exitcode=death.exitcode)
+
 
 EXIT_S: Final = 1.0
-"""How long interpreter exit waits for an engine to leave; one that finishes something is left to it."""
+"""How long interpreter exit waits for an engine to leave; a busy engine finishes on its own."""
 KEPT_OUTCOMES: Final = 32
-"""Ended attempts, and ended removals, whose outcome can still be asked for."""
+"""Number of ended attempts, and of ended removals, whose outcome is kept."""
 Outcome = TypeVar("Outcome")
 _log = logging.getLogger("holdfast.engine")
 
 
 class EngineClient:
-    """One rank's engine. See the module for what it guarantees."""
+    """One rank's session on an engine. See the module for its guarantees."""
 
     def __init__(
         self,
@@ -54,115 +135,136 @@ class EngineClient:
         io_class: str = "none",
         io_level: int | None = None,
         host_writers: int | None = None,
+        cores: Cores = "auto",
         orphan_grace_s: float = 60.0,
         direct: bool = True,
-        silence_s_max: float = 10.0,
+        silence_s_max: float = SILENCE_S,
+        host: EngineHost | None = None,
     ) -> None:
-        """Starts nothing yet. Raises `StorageError` where ``host_writers`` can't be kept (``storage.slots``).
+        """Does not start the engine.
 
-        Limits are as in ``holdfast.limits``; an engine with an attempt in work that says nothing for
-        ``silence_s_max`` seconds is killed; ``orphan_grace_s`` is for finishing after the trainer's death.
+        Raises `StorageError` if ``host_writers`` can't be enforced (``storage.locks``), and `ConfigError` for ``cores``
+        that this process may not use.
+
+        Limits are as in ``holdfast.config``, and apply to this session's attempts. An engine that is working on an
+        attempt and silent for ``silence_s_max`` seconds is killed; ``orphan_grace_s``: time to finish after the
+        trainer's death. host: the engine's owner; by default one for this session alone.
         """
         self.rank = rank
         slots = "" if host_writers is None else slots_directory()
-        self._config = messages.Configure(
-            writers, io_limit_bytes_per_s, nice, orphan_grace_s, direct, io_class, io_level, host_writers, slots
+        self._limits = messages.AttemptLimits(
+            *(writers, io_limit_bytes_per_s, nice, orphan_grace_s, direct, io_class, io_level, host_writers, slots),
+            usable_cores(cores),
         )
-        self._silence_s_max = silence_s_max
+        self._host = EngineHost(silence_s_max=silence_s_max) if host is None else host
+        self.number = self._host.new_number()
+        """Number of this session in its host."""
         self._owner = os.getpid()
-        self._changed = threading.Condition()
-        """Guards everything below that `_link`'s thread changes, and is notified of each change."""
-        self._sending = threading.RLock()
-        """Held while a message goes out and while an engine is started: messages keep their order."""
-        self._link: Link | None = None
-        self._closed = False
+        self._changed = self._host.changed
+        """Guards all below that link threads change; notified of each change."""
+        self._sending = self._host.sending
+        self._closed = self._joined = False
         self._images: dict[int, tuple[int, int]] = {}
         self._plans: dict[int, messages.AddPlan] = {}
         self._attempts: dict[str, AttemptProgress] = {}
-        self._removals: dict[str, messages.Removed | EngineDied | None] = {}
-        self._next_id = 0
-        _clients.add(self)
+        self._removals: dict[str, EngineConnection | messages.Removed | EngineDied] = {}
+        """Outcomes by name; until there is one, the engine that was asked."""
+        self._stay_at_exit = end_at_exit(self, lambda client, _: client.leave())
 
-    # -- life ---------------------------------------------------------------------------------------------------
+    # -- lifecycle ----------------------------------------------------------------------------------------------
 
     @property
     def pid(self) -> int | None:
-        """Of the running engine; None when there is none."""
-        link = self._link
-        return link.pid if link is not None and link.death is None else None
+        """Process id of the running engine; None if there is none."""
+        return None if self._closed else self._host.pid
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    @property
+    def cores(self) -> tuple[int, ...]:
+        """Cores that this session's attempts run on; empty for those that the engine was started with."""
+        return self._limits.cores
+
+    @property
+    def _link(self) -> EngineConnection | None:
+        return self._host.current
 
     def start(self) -> None:
-        """Start the engine unless it runs. Returns at once: it gets ready meanwhile. Raises `EngineDied`."""
-        self._check_usable()
+        """Start the engine unless it runs; doesn't wait until it is ready. Raises `EngineDied`."""
         with self._sending:
-            self._living_link()
+            self._join()
+            self._host.living_link(self.rank)
 
     def wait_ready(self, timeout_s: float = START_S) -> None:
         """Wait until the engine has answered. Raises `EngineDied`, `DeadlineExceeded`."""
-        self.start()
-        link = self._link
-        assert link is not None
-        self._wait(lambda: link.ready, lambda: link.death, "the engine to start", timeout_s)
+        with self._sending:
+            self._join()
+            link = self._host.living_link(self.rank)
+        self._wait(lambda: link.ready, lambda: told_to(self.rank, link.death), "the engine to start", timeout_s)
 
     def restart(self) -> None:
-        """Kill the engine, if one runs, and start a new one that knows all images and plans."""
-        self._check_usable()
+        """Kill the engine, if one runs, and start a new one that has all images and plans."""
         with self._sending:
-            if self._link is not None and self._link.death is None:
-                self._link.end("was restarted")
-                self._wait_gone(self._link)
-            self._living_link()
+            self._join()
+            self._host.restart(self.rank)
 
-    def close(self, timeout_s: float = 10.0) -> None:
-        """End the engine and let go of everything; idempotent.
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """End this session and release everything; idempotent. Returns True if none of its work goes on.
 
-        The engine drops what is not verified and finishes what is; after ``timeout_s`` it is killed. Returns when it is
-        gone, after ``timeout_s`` and the few seconds of reaping at most. Never raises.
+        The engine finishes what is verified and drops the rest; what has not ended after ``timeout_s`` is given up. The
+        last session ends the engine, which is killed after ``timeout_s``. Takes at most ``timeout_s`` and a few seconds
+        for reaping. Never raises.
         """
-        self._close(timeout_s, kill=True)
+        return self._close(timeout_s, give_up=True)
 
-    # -- what it works with -------------------------------------------------------------------------------------
+    def leave(self) -> bool:
+        """Like `close`, when this process is about to end: a late engine may finish as if the process had died."""
+        return self._close(EXIT_S, give_up=False)
+
+    # -- images and plans ---------------------------------------------------------------------------------------
 
     def add_image(self, fd: int, nbytes: int) -> int:
-        """Hand over a memfd of ``nbytes`` bytes (a multiple of 4,096); returns the image's number."""
-        self._check_usable()
+        """Send a memfd of ``nbytes`` bytes (a multiple of 4,096) to the engine; return the image's number."""
         with self._sending:
-            image = self._new_id()
+            self._join()
+            image = self._host.new_number()
             self._images[image] = (os.dup(fd), nbytes)
-            self._tell(messages.AddImage(image, nbytes), (self._images[image][0],))
+            self._host.tell(messages.AddImage(image, nbytes), (self._images[image][0],))
             return image
 
     def drop_image(self, image: int) -> None:
-        """Have the engine forget an image; an attempt that reads it still finishes."""
-        self._check_usable()
+        """Have the engine release an image; an attempt that reads it still finishes."""
         with self._sending:
+            self._join()
             fd, _ = self._images.pop(image)
             os.close(fd)
-            self._tell(messages.DropImage(image))
+            self._host.tell_all(messages.DropImage(image))
 
     def add_plan(
         self, files: Sequence[messages.FileRow], *, tensor_offsets: bytes, tensor_sizes: bytes, index: bytes
     ) -> int:
-        """Hand over a write plan (see `messages.AddPlan`); returns its number."""
-        self._check_usable()
+        """Send a write plan (see `messages.AddPlan`) to the engine; return its number."""
         with self._sending:
-            plan = self._new_id()
+            self._join()
+            plan = self._host.new_number()
             self._plans[plan] = messages.AddPlan(plan, tuple(files), tensor_offsets, tensor_sizes, index)
-            self._tell(self._plans[plan])
+            self._host.tell(self._plans[plan])
             return plan
 
     def drop_plan(self, plan: int) -> None:
-        """Have the engine forget a plan."""
-        self._check_usable()
+        """Have the engine release a plan."""
         with self._sending:
+            self._join()
             del self._plans[plan]
-            self._tell(messages.DropPlan(plan))
+            self._host.tell_all(messages.DropPlan(plan))
 
     # -- one attempt --------------------------------------------------------------------------------------------
 
     def persist(
         self,
-        dir_fd: int,
+        target: int | WriterTarget,
         *,
         attempt: str,
         plan: int,
@@ -171,36 +273,89 @@ class EngineClient:
         world: int,
         report_name: str,
         lease_name: str,
+        slot_bytes: int = 0,
     ) -> None:
-        """Have the plan's files written from the image into the directory ``dir_fd``, all copies being complete.
+        """Have the plan's files written from the image to ``target``; all copies must be complete.
 
-        Returns when the engine has been told; a dead one is started again first. Raises `EngineDied`.
+        target: the descriptor of a directory, or the writer of a place that isn't one. slot_bytes: if not 0, the image
+        is a ring of slots of that size, to be filled with pieces of the files (`slot_filled`); not with a writer.
+        Returns once the request is sent; restarts a dead engine first. Raises `EngineDied`.
         """
-        self._check_usable()
-        nbytes = sum(row.size for row in self._plans[plan].files)
-        message = messages.Persist(attempt, plan, image, step, self.rank, world, report_name, lease_name)
+        fds, writer = _place(target)
         with self._sending:
-            link = self._living_link()
-            link.expect()
-            with self._changed:
-                self._attempts[attempt] = AttemptProgress(attempt, nbytes, link)
-                self._forget_old()
-            self._send(link, message, (dir_fd,))
+            self._join()
+            nbytes = sum(row.size for row in self._plans[plan].files)
+            names = report_name, lease_name
+            message = messages.Persist(
+                *(attempt, plan, image, step, self.rank, world, *names),
+                *(self._limits, self.number, _umask(), slot_bytes, *writer),
+            )
+            self._begin(message, fds, nbytes)
 
-    def staging_verified(self, attempt: str) -> None:
-        """Allow the report of ``attempt``: the image held still and is right. Raises what `wait_reported` would."""
+    def copy(
+        self,
+        source_fd: int,
+        source: messages.CopySource,
+        target: WriterTarget,
+        *,
+        attempt: str,
+        nbytes: int,
+        step: int | None,
+        rank: int,
+        world: int,
+        report_name: str,
+        lease_name: str,
+    ) -> None:
+        """Have the files of the report ``source`` copied from the directory ``source_fd`` to ``target``.
+
+        The engine checks them by that report and goes on after this process has ended, for as long as it may. The copy
+        gets the same report, as one of ``rank`` of ``world``. Returns once the request is sent; raises as `persist`.
+        """
+        with self._sending:
+            self._join()
+            message = messages.Persist(
+                *(attempt, 0, 0, step, rank, world, report_name, lease_name),
+                *(self._limits, self.number, _umask(), 0, target.module, target.args, target.paths, source),
+            )
+            self._begin(message, (source_fd,), nbytes)
+        self.staging_verified(attempt)
+
+    def _begin(self, message: messages.Persist, fds: tuple[int, ...], nbytes: int) -> None:
+        """Send ``message`` to a living engine and keep its progress; `_sending` is held."""
+        link = self._host.living_link(self.rank)
+        link.expect()
+        with self._changed:
+            self._attempts[message.attempt] = AttemptProgress(message.attempt, nbytes, link, self.rank)
+            self._forget_old()
+        self._host.send(link, message, fds)
+
+    def slot_filled(self, attempt: str, pieces: int) -> None:
+        """Announce that the first ``pieces`` pieces of ``attempt`` are filled. Raises what `wait_reported` would."""
         record = self._attempts[attempt]
         with self._sending:
             self._raise_if_failed(record)
-            self._send(record.link, messages.StagingVerified(attempt))
+            self._host.send(record.link, messages.SlotFilled(attempt, pieces, self.number))
+
+    def wait_freed(self, attempt: str, pieces: int, timeout_s: float) -> None:
+        """Wait until the slots of the first ``pieces`` pieces are free; raises as `wait_persisted` does."""
+        if self._attempts[attempt].freed < pieces:
+            self._wait_outcome(attempt, "free slots of", lambda record: record.freed >= pieces or None, timeout_s)
+
+    def staging_verified(self, attempt: str) -> None:
+        """Allow the report of ``attempt``: the image is verified. Raises what `wait_reported` would."""
+        record = self._attempts[attempt]
+        with self._sending:
+            self._raise_if_failed(record)
+            record.verified = True
+            self._host.send(record.link, messages.StagingVerified(attempt, self.number))
 
     def progress(self, attempt: str) -> tuple[int, int]:
-        """Bytes written so far, and bytes to write."""
+        """Return the bytes written so far, and the bytes to write."""
         record = self._attempts[attempt]
         return record.written, record.nbytes
 
     def waiting_for(self, attempt: str) -> str:
-        """What writing waits for, other than the storage, and who has it; "" where it is nothing."""
+        """Return what writing waits for, other than storage, and who holds it; "" if nothing."""
         return self._attempts[attempt].waiting
 
     def wait_persisted(self, attempt: str, timeout_s: float) -> messages.Persisted:
@@ -212,135 +367,135 @@ class EngineClient:
         return self._wait_outcome(attempt, "report", lambda record: record.reported, timeout_s)
 
     def cancel(self, attempt: str, timeout_s: float = 5.0) -> bool:
-        """Stop ``attempt``: when this returns, a report of it is there already (see `wait_reported`) or never will be.
+        """Stop ``attempt``: after this returns, its report exists already (see `wait_reported`) or never will.
 
-        False: it is certain that there is none, even after a power loss. An engine that does not answer in time is
-        killed. Raises `DeadlineExceeded` only if even that had no effect.
+        Returns False if there certainly is no report, even after a power loss. An engine that does not answer in time
+        gets no more attempts, and is killed once it has no work of other sessions. Raises `DeadlineExceeded` if that is
+        not at once, or had no effect: the attempt may still write its report until the engine is gone.
         """
         record = self._attempts.get(attempt)
         if record is None:
             return False
         with self._sending:
             if record.link.death is None:
-                record.link.send(messages.Cancel(attempt))
+                record.link.send(messages.Cancel(attempt, self.number))
         with self._changed:
             answered = self._changed.wait_for(lambda: record.cancelled or record.link.death is not None, timeout_s)
+        if not answered and not self._give_up(record, timeout_s):
+            message = (
+                f"attempt {attempt} on rank {self.rank} may not have stopped: it did not answer a cancel "
+                f"within {timeout_s:g} s, and its engine (pid {record.link.pid}) is finishing attempts of others"
+            )
+            raise DeadlineExceeded(message, waited_for="a hanging attempt to stop", timeout_s=timeout_s)
         if not answered:
-            record.link.end(f"did not answer a cancel within {timeout_s:g} s")
-            self._wait_gone(record.link)
-        death = record.link.death
+            self._host.wait_gone(record.link)
+        death = told_to(self.rank, record.link.death)
         if death is not None and death.exitcode is None and not record.cancelled:
             # Killed, but still in a system call, which may be the rename of the report.
-            message = f"attempt {attempt} on rank {self.rank} can't be said to have stopped: {death}"
-            raise DeadlineExceeded(message, waited_for="an engine that was killed to be gone", timeout_s=timeout_s)
+            message = f"attempt {attempt} on rank {self.rank} may not have stopped: {death}"
+            raise DeadlineExceeded(message, waited_for="a killed engine to end", timeout_s=timeout_s)
         return record.may_leave_report
 
-    # -- trash --------------------------------------------------------------------------------------------------
+    def _give_up(self, record: AttemptProgress, unanswered_s: float) -> bool:
+        """Stop waiting for ``record``; return True if its engine is being killed."""
+        with self._changed:
+            record.given_up = True
+        reason = f"did not answer a cancel within {unanswered_s:g} s"
+        return self._host.give_up_on(record.link, reason, unanswered_s=unanswered_s)
 
-    def remove(self, dir_fd: int, name: str) -> None:
-        """Have the entry ``name`` of the directory ``dir_fd`` removed with everything in it, in the background.
+    # -- removals -----------------------------------------------------------------------------------------------
 
-        Returns when the engine has been told; a dead one is started again first. What can't be removed is logged, and
-        told by `wait_removed`. Raises `EngineDied`.
+    def remove(self, target: int | WriterTarget, name: str) -> None:
+        """Have the entry ``name`` of ``target`` removed with all its contents, in the background.
+
+        target: the descriptor of a directory, or the writer of a root that isn't one. Returns once the request is sent;
+        restarts a dead engine first. Failed removals are logged, and reported by `wait_removed`. Raises `EngineDied`.
         """
-        self._check_usable()
+        fds, writer = _place(target)
+        device = os.fstat(fds[0]).st_dev if fds else 0
         with self._sending:
-            link = self._living_link()
+            self._join()
+            link = self._host.living_link(self.rank)
             with self._changed:
-                ended = [known for known, outcome in self._removals.items() if outcome is not None]
+                ended = [
+                    known for known, outcome in self._removals.items() if not isinstance(outcome, EngineConnection)
+                ]
                 for known in ended[: max(0, len(self._removals) - KEPT_OUTCOMES)]:
                     del self._removals[known]
-                self._removals[name] = None
+                self._removals[name] = link
             try:
-                self._send(link, messages.Remove(name), (dir_fd,))
+                self._host.send(link, messages.Remove(name, self.number, device, *writer), fds)
             except EngineDied:
                 self._removals.pop(name, None)
                 raise
 
     def wait_removals(self, timeout_s: float) -> None:
-        """Wait until every `remove` has ended, well or not. Raises `DeadlineExceeded`."""
-        self._wait(
-            lambda: None not in self._removals.values(), lambda: None, "the engine to finish its removals", timeout_s
-        )
+        """Wait until every `remove` has ended, successful or not. Raises `DeadlineExceeded`."""
+        self._wait(lambda: not self._removing, lambda: None, "the engine to finish its removals", timeout_s)
 
     def wait_removed(self, name: str, timeout_s: float) -> None:
-        """Wait for the end of a `remove`; what could not be removed stays for a later one.
+        """Wait for the end of a `remove`; what could not be removed is left to a later one.
 
         Raises `StorageError`, `EngineDied`, `DeadlineExceeded`.
         """
-        self._wait(lambda: self._removals[name] is not None, lambda: None, f"the engine to remove {name}", timeout_s)
+        self._wait(
+            lambda: not isinstance(self._removals[name], EngineConnection),
+            lambda: None,
+            f"the engine to remove {name}",
+            timeout_s,
+        )
         with self._changed:
             outcome = self._removals.pop(name)
         if isinstance(outcome, EngineDied):
             raise outcome
-        if outcome is not None and outcome.errno is not None:
+        if isinstance(outcome, messages.Removed) and outcome.errno is not None:
             raise StorageError(
                 f"rank {self.rank} can't remove {name}: {os.strerror(outcome.errno)}", path=name, errno=outcome.errno
             )
 
-    # -- sending ------------------------------------------------------------------------------------------------
+    @property
+    def _removing(self) -> bool:
+        return any(isinstance(outcome, EngineConnection) for outcome in self._removals.values())
 
-    def _living_link(self) -> Link:
-        """The engine, started if there is none. `_sending` is held."""
-        link = self._link
-        if link is not None and link.usable:
-            return link
-        if link is not None:
-            self._wait_gone(link)
-        link = Link(launch(self.rank), self, silence_s_max=self._silence_s_max)
-        self._link = link
-        try:
-            link.listen()
-        except RuntimeError as error:
-            self._link = None
-            raise EngineDied(f"rank {self.rank} can't start its engine: {error}", rank=self.rank) from error
-        self._send(link, self._config)
+    # -- called by the host -------------------------------------------------------------------------------------
+
+    def standing(self) -> Iterator[tuple[messages.EngineMessage, tuple[int, ...]]]:
+        """Yield the messages, with descriptors, that a new engine needs from this session."""
+        if self._limits.cores:
+            yield messages.UseCores(self._limits.cores), ()
         for image, (fd, nbytes) in self._images.items():
-            self._send(link, messages.AddImage(image, nbytes), (fd,))
+            yield messages.AddImage(image, nbytes), (fd,)
         for plan in self._plans.values():
-            self._send(link, plan)
-        return link
+            yield plan, ()
 
-    def _tell(self, message: messages.Message, fds: Sequence[int] = ()) -> None:
-        """Send to an engine that runs; one that doesn't is told when it starts."""
-        if self._link is not None and self._link.death is None:
-            self._link.send(message, fds)
+    def works_in(self, link: EngineConnection) -> bool:
+        """Return True if an attempt of this session that was not given up is in progress on ``link``."""
+        return any(record.link is link and record.in_work for record in self._attempts.values())
 
-    def _send(self, link: Link, message: messages.Message, fds: Sequence[int] = ()) -> None:
-        """Send, or raise why the engine has ended."""
-        if not link.send(message, fds):
-            self._wait_gone(link)
-            assert link.death is not None
-            raise link.death
+    def note(self, link: EngineConnection, message: messages.OfSession) -> None:
+        """Handle an engine's message for this session."""
+        if isinstance(message, messages.Removed):
+            if self._removals.get(message.name) is link:
+                self._removals[message.name] = message
+            if message.errno is not None:
+                what = os.strerror(message.errno)
+                _log.warning("rank %d could not remove all of %s: %s", self.rank, message.name, what)
+            return
+        record = self._attempts.get(message.attempt)
+        if record is not None and record.link is link:
+            record.note(message)
 
-    # -- what the link tells ------------------------------------------------------------------------------------
+    def lost(self, link: EngineConnection) -> None:
+        """Handle the death of an engine."""
+        death = told_to(self.rank, link.death)
+        assert death is not None
+        for name, outcome in self._removals.items():
+            if outcome is link:
+                self._removals[name] = death
 
-    def heard(self, link: Link, message: ToTrainer) -> None:
-        with self._changed:
-            if isinstance(message, messages.Removed):
-                if message.name in self._removals:
-                    self._removals[message.name] = message
-                if message.errno is not None:
-                    what = os.strerror(message.errno)
-                    _log.warning("rank %d could not remove all of %s: %s", self.rank, message.name, what)
-            elif isinstance(message, messages.Notice):
-                _log.warning("the engine of rank %d: %s", self.rank, message.text)
-            elif not isinstance(message, messages.Ready):
-                record = self._attempts.get(message.attempt)
-                if record is not None and record.link is link:
-                    record.note(self.rank, message)
-            self._changed.notify_all()
-
-    def expects_beats(self, link: Link) -> bool:
-        with self._changed:
-            return any(record.link is link and record.in_work for record in self._attempts.values())
-
-    def died(self, error: EngineDied) -> None:
-        with self._changed:
-            for name, outcome in self._removals.items():
-                if outcome is None:
-                    self._removals[name] = error
-            self._changed.notify_all()
+    def abandon(self) -> None:
+        """In a forked child: close the inherited descriptors."""
+        self._let_go_of_images()
 
     # -- waiting ------------------------------------------------------------------------------------------------
 
@@ -379,72 +534,118 @@ class EngineClient:
             raise EngineDied(f"attempt {attempt} was cancelled on rank {self.rank}", rank=self.rank)
         return found
 
-    def _wait_gone(self, link: Link) -> None:
-        """Wait until a link that is being ended has ended. Raises `DeadlineExceeded`."""
-        ended = "an engine that was killed to be gone"
-        self._wait(lambda: link.death is not None, lambda: None, ended, LINGER_S + REAP_S + 1.0)
-
     def _raise_if_failed(self, record: AttemptProgress) -> None:
         with self._changed:
             if record.error is not None:
                 raise record.error
 
-    def _check_usable(self) -> None:
+    def _join(self) -> None:
+        """Have the host keep the engine for this session; `_sending` is held. Raises `EngineDied` if closed."""
         if self._closed or os.getpid() != self._owner:
-            state = "is closed" if self._closed else "belongs to the process that this one was forked from"
+            state = "is closed" if self._closed else "belongs to the parent of this forked process"
             raise EngineDied(f"the engine of rank {self.rank} {state}", rank=self.rank)
+        self._host.join(self)
+        if self._limits.cores and not self._joined:
+            self._host.tell(messages.UseCores(self._limits.cores))
+        self._joined = True
 
     def _forget_old(self) -> None:
         ended = [name for name, record in self._attempts.items() if not record.in_work]
         for name in ended[: max(0, len(self._attempts) - KEPT_OUTCOMES)]:
             del self._attempts[name]
 
-    def _new_id(self) -> int:
-        self._next_id += 1
-        return self._next_id
-
     # -- ending -------------------------------------------------------------------------------------------------
 
-    def _close(self, timeout_s: float, *, kill: bool) -> None:
+    def _close(self, timeout_s: float, *, give_up: bool) -> bool:
         if os.getpid() != self._owner or self._closed:
-            return
+            return True
         self._closed = True
         deadline = time.monotonic() + timeout_s
-        link = self._link
-        if link is not None:
-            # A sender that is stuck is ended by its own deadline; then the engine sees the end of the socket as well.
-            if link.usable and self._sending.acquire(timeout=max(0.0, timeout_s)):
-                try:
-                    link.send(messages.Shutdown())
-                finally:
-                    self._sending.release()
-            if not link.join(deadline - time.monotonic()) and kill:
-                link.end(f"did not leave within {timeout_s:g} s")
-                link.join(LINGER_S + REAP_S)
-        for fd, _ in self._images.values():
-            os.close(fd)
-        self._images.clear()
+        # The deadline of a stuck sender ends it; then the engine also sees the end of the socket.
+        locked = self._sending.acquire(timeout=max(0.0, timeout_s))
+        try:
+            links = self._host.leave(self)
+            if locked:
+                self._tell_end(links)
+        finally:
+            if locked:
+                self._sending.release()
+        if links is None:
+            ended = self._end_own(deadline, timeout_s, give_up=give_up)
+        else:
+            for link in links:
+                _end(link, deadline, timeout_s, kill=give_up)
+            ended = all(link.death is not None for link in links)
+        self._let_go_of_images()
         self._plans.clear()
-        _clients.discard(self)
+        self._host.forget(self)
+        self._host.end_retired()
+        self._stay_at_exit()
+        return ended
 
-    def _after_fork(self) -> None:
-        """In a forked child: give up the socket. No lock is taken: its holder may not exist here."""
-        if self._link is not None:
-            self._link.abandon()
+    def _tell_end(self, links: list[EngineConnection] | None) -> None:
+        """Tell the engine to end, or, if other sessions use it, to end this session's work."""
+        if links is not None:
+            for link in links:
+                if link.usable:
+                    link.send(messages.Shutdown())
+            return
+        for record in self._attempts.values():
+            if record.in_work and not record.verified:
+                record.link.send(messages.Cancel(record.name, self.number))
+        for image in self._images:
+            self._host.tell_all(messages.DropImage(image))
+        for plan in self._plans:
+            self._host.tell_all(messages.DropPlan(plan))
+
+    def _end_own(self, deadline: float, timeout_s: float, *, give_up: bool) -> bool:
+        """Wait until this session has no work in progress in an engine shared with others."""
+
+        def left() -> list[AttemptProgress]:
+            return [record for record in self._attempts.values() if record.in_work]
+
+        with self._changed:
+            ended = self._changed.wait_for(lambda: not left() and not self._removing, deadline - time.monotonic())
+            late = left()
+        if give_up:
+            for record in late:
+                self._give_up(record, timeout_s)
+            with self._changed:
+                self._changed.notify_all()
+        return ended or give_up
+
+    def _let_go_of_images(self) -> None:
+        while self._images:
+            _, (fd, _) = self._images.popitem()
+            os.close(fd)
 
 
-_clients: weakref.WeakSet[EngineClient] = weakref.WeakSet()
+def _end(link: EngineConnection, deadline: float, timeout_s: float, *, kill: bool) -> None:
+    """Wait for the end of an engine that was told to leave; kill a late one, or leave it to itself."""
+    if not link.join(deadline - time.monotonic()):
+        if kill:
+            link.end(f"did not leave within {timeout_s:g} s")
+        else:
+            link.leave()
+        link.join(LINGER_S + REAP_S)
 
 
-def _after_fork_in_child() -> None:
-    for client in list(_clients):
-        client._after_fork()  # noqa: SLF001 - of this module
+def _place(target: int | WriterTarget) -> tuple[tuple[int, ...], tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    """Return the descriptors that tell of ``target``, and module, arguments and paths of its writer."""
+    if isinstance(target, int):
+        return (target,), ("", (), ())
+    return (), (target.module, target.args, target.paths)
 
 
-def _at_exit() -> None:
-    for client in list(_clients):
-        client._close(EXIT_S, kill=False)  # noqa: SLF001
-
-
-atexit.register(_at_exit)
-os.register_at_fork(after_in_child=_after_fork_in_child)
+def _umask() -> int:
+    """Return the file mode creation mask of this process, read without changing it if the system allows."""
+    with (
+        contextlib.suppress(OSError, ValueError),
+        open("/proc/self/status", encoding="ascii", errors="replace") as file,
+    ):
+        for line in file:
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return umask

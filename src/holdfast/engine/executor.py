@@ -1,20 +1,20 @@
 """Executes a write plan: an image becomes durable files, with a checksum of every extent and tensor. Torch-free.
 
-Writers (threads in `pwrite`) and hashers (threads in xxhash) go over the image at the same time; the image must not
-change meanwhile. It runs in the engine process, and as well in any other: systems without memfd have no engine.
+Writer threads (`pwrite`) and hasher threads (xxhash) process the image at the same time; it must not change meanwhile.
+Runs in the engine process, or in any other: systems without memfd have no engine.
 
 Guarantees:
-- files are created, never opened: what exists is an error, and a link is not followed; but those that other engines
-  write parts of at the same time: of these nothing but the own parts changes, and they get their size at once, so that
-  no write makes them longer and nothing ever makes them shorter;
-- a full disk shows before the first byte where the file system can preallocate;
-- `write_files` returns when every file and the directory are fsynced; a failed fsync is final, never repeated, since
+- files are created, not opened: an existing file is an error, and links are not followed. The exception are files of
+  which other engines write parts at the same time: only the own parts are changed, and the file gets its final size at
+  once, so that no write extends it and nothing truncates it;
+- a full disk is noticed before the first byte if the file system can preallocate;
+- `write_files` returns when every file and the directory are fsynced; a failed fsync is final and never repeated, since
   the kernel forgets a failed page;
-- O_DIRECT where it works, but for the last bytes of a file of odd size; otherwise buffered, with write-back started
+- O_DIRECT if it works, except for the last bytes of a file of odd size; otherwise buffered, with write-back started
   chunk by chunk and the page cache dropped;
-- a report exists whole and durable under its name, or it does not exist under it.
+- under its name, a report is either complete and durable, or absent.
 
-On failure files stay as they are: they lie in an attempt directory, which is removed as a whole.
+On failure the files stay: they lie in an attempt directory, which is removed as a whole.
 """
 
 from __future__ import annotations
@@ -29,66 +29,84 @@ from typing import TYPE_CHECKING, Final
 
 import xxhash
 
-from holdfast.engine.calls import O_DIRECT, SYSTEM, Calls, check_name, where
 from holdfast.engine.checksums import PIECE_BYTES, Sums, Unit, WritePlan, hash_unit
-from holdfast.engine.ranges import ALIGN_BYTES, Range, WrittenFile, files_of
+from holdfast.engine.ranges import Range, WrittenFile, files_of
+from holdfast.engine.syscalls import O_DIRECT, SYSTEM, Calls, check_name, where
 from holdfast.errors import StorageError
-from holdfast.format.manifest import ReportFile
+from holdfast.format.manifest import PAGE_BYTES, ReportFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from holdfast.engine.ring import Ring
+
 CHUNK_BYTES: Final = 8 << 20
+PAUSE_S_MAX: Final = 20.0
+"""How long, in total, a less urgent execution pauses for others; then it runs beside them, by its nice level."""
+_PAUSE_LOOK_S: Final = 0.01
+_STALLED_S: Final = 1.0
+"""An execution that wrote nothing for this long is waiting for its storage: others don't pause for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """How hard to work. Defaults are for an engine; they bound what it takes from training."""
+    """Resources to use. Defaults are for an engine; they limit what it takes from training."""
 
     writers: int = 2
-    """Threads that write; up to as many hash. 1 to 16."""
+    """Number of writer threads, and the limit for hasher threads; 1 to 16."""
     io_limit_bytes_per_s: int | None = None
     direct: bool = True
-    """Use O_DIRECT where the file system allows it."""
+    """Use O_DIRECT if the file system allows it."""
     piece_bytes: int = PIECE_BYTES
-    """Hashed at a time; a power of two from 4,096 to an extent. Larger ones take the GIL less often."""
+    """Bytes hashed at a time; a power of two from 4,096 to an extent. Larger pieces take the GIL less often."""
+    nice: int = 0
+    """Urgency relative to other executions of this process, see `Precedence`; does not set the threads' nice level."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What `write_files` made durable."""
+    """Result of `write_files`, durable."""
 
     files: tuple[ReportFile, ...]
     tensor_sums: bytes
     nbytes: int
     seconds: float
     direct: bool
+    index: bytes | None = None
+    """The report's index, if it isn't that of the plan."""
 
 
 class Stopped(Exception):
-    """The work was stopped by `Progress.stop`; nothing was promised."""
+    """The work was stopped by `Progress.stop`; nothing is durable for certain."""
 
 
 class Progress:
-    """Watches and stops one execution, from any thread."""
+    """Progress of one execution, and the means to stop it. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._written = 0
+        self._moved_at = time.monotonic()
         self.waiting = ""
         """What writing waits for before it begins."""
         self.stopped = False
         self.halt = threading.Event()
-        """Set when there is no point in going on: stopped, or failed."""
+        """Set when there is no point in continuing: stopped, or failed."""
 
     @property
     def written(self) -> int:
-        """Bytes that the system has taken so far."""
+        """Bytes accepted by the system so far."""
         return self._written
 
     def add(self, nbytes: int) -> None:
         with self._lock:
             self._written += nbytes
+            self._moved_at = time.monotonic()
+
+    @property
+    def stalled(self) -> bool:
+        """True if nothing was written for a while."""
+        return time.monotonic() - self._moved_at > _STALLED_S
 
     def stop(self) -> None:
         """Make the execution end with `Stopped`, as soon as its system calls return."""
@@ -107,13 +125,13 @@ class Throttle:
 
     @property
     def chunk_bytes(self) -> int:
-        """The largest chunk that keeps writing smooth: a sixteenth of a second's budget, at most `CHUNK_BYTES`."""
+        """Largest chunk that keeps writing smooth: a sixteenth of a second's budget, at most `CHUNK_BYTES`."""
         if self._bytes_per_s is None:
             return CHUNK_BYTES
-        return max(min(self._bytes_per_s // 16, CHUNK_BYTES) // ALIGN_BYTES, 1) * ALIGN_BYTES
+        return max(min(self._bytes_per_s // 16, CHUNK_BYTES) // PAGE_BYTES, 1) * PAGE_BYTES
 
     def reserve(self, nbytes: int) -> float:
-        """Book ``nbytes``; returns the seconds to wait before writing them."""
+        """Reserve ``nbytes``; return the seconds to wait before writing them."""
         if self._bytes_per_s is None:
             return 0.0
         with self._lock:
@@ -123,8 +141,129 @@ class Throttle:
             return start - now
 
 
-class _Execution:
-    """The state that the threads of one `write_files` share."""
+class Precedence:
+    """Has less urgent executions of one process stand still while more urgent ones write files or a report.
+
+    Threads of all nice levels share one GIL. A level-19 thread that is preempted on a busy CPU while it holds the GIL
+    blocks every other thread, whatever their levels: so it pauses at chunk borders, where it holds nothing. Nobody
+    pauses for an execution that waits for its storage or a byte budget, nor longer than `PAUSE_S_MAX` in total.
+    """
+
+    def __init__(self) -> None:
+        self._urgent: dict[Progress, int] = {}
+        """Nice levels of executions at full speed. Changed by single operations only."""
+
+    @contextlib.contextmanager
+    def executing(self, progress: Progress, options: WriteOptions) -> Iterator[None]:
+        """Inside, less urgent executions pause for this one, which is at work from now on."""
+        progress.add(0)
+        if options.io_limit_bytes_per_s is None:
+            self._urgent[progress] = options.nice
+        try:
+            yield
+        finally:
+            self._urgent.pop(progress, None)
+
+    def pauser(self, progress: Progress, options: WriteOptions) -> Callable[[], None]:
+        """Return a function that an execution's threads call at each border; it waits until they may continue."""
+        left_s = PAUSE_S_MAX
+
+        def pause() -> None:
+            nonlocal left_s
+            while left_s > 0 and self._precedes(options.nice) and not progress.halt.wait(_PAUSE_LOOK_S):
+                left_s -= _PAUSE_LOOK_S
+
+        return pause
+
+    def _precedes(self, nice: int) -> bool:
+        return any(level < nice and not other.stalled for other, level in list(self._urgent.items()))
+
+
+class Execution:
+    """State shared by the threads that write and hash one plan, wherever to; `write` is the subclass's."""
+
+    def __init__(
+        self,
+        image: memoryview,
+        plan: WritePlan,
+        options: WriteOptions,
+        *,
+        progress: Progress,
+        precedence: Precedence,
+        ring: Ring | None = None,
+    ) -> None:
+        self.ring = ring
+        self.precedence = precedence
+        self.image, self.plan, self.options = image, plan, options
+        self.progress = progress
+        self.sums = Sums(plan)
+        self.throttle = Throttle(options.io_limit_bytes_per_s)
+        self.failure: BaseException | None = None
+        self._lock = threading.Lock()
+        self._units = iter(plan.units)
+
+    @property
+    def path(self) -> str:
+        """Path or URL of the place, for messages."""
+        raise NotImplementedError
+
+    def write(self) -> None:
+        """Run a writer thread: take work until none is left."""
+        raise NotImplementedError
+
+    def fail(self, error: BaseException) -> None:
+        with self._lock:
+            if self.failure is None:
+                self.failure = error
+        self.progress.halt.set()
+
+    def hash(self) -> None:
+        """Run a hasher thread: take units until none is left."""
+        pause = self.precedence.pauser(self.progress, self.options)
+        while not self.progress.halt.is_set():
+            with self._lock:
+                unit: Unit | None = next(self._units, None)
+            if unit is None:
+                break
+            source = self.image if self.ring is None else self.ring
+            hash_unit(source, self.plan, unit, self.sums, self.options.piece_bytes, pause=pause)
+        if self.ring is not None and not self.progress.halt.is_set():
+            self.ring.hashed_all()
+
+    def check_image(self) -> None:
+        """Raise `StorageError` unless the image has all bytes of the plan."""
+        rows_end = max((row.image_offset + row.size for row in self.plan.files), default=0)
+        if rows_end > len(self.image):
+            message = f"the plan reads {rows_end} bytes of an image of {len(self.image)}"
+            raise StorageError(message, path=self.path, errno=errno.EINVAL)
+
+    def raise_failure(self) -> None:
+        """Raise `Stopped`, or what failed, if either."""
+        if self.progress.stopped:
+            raise Stopped
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            try:
+                raise failure
+            finally:
+                del failure  # else its traceback keeps itself and the image alive
+
+    def written(self, started: float, *, direct: bool, stored_as: Callable[[str], str] = str) -> Written:
+        """Return the result; ``stored_as`` gives the names of files in reports."""
+        return Written(
+            files=tuple(
+                ReportFile(stored_as(row.name), row.size, bytes(sums), row.offset, row.total)
+                for row, sums in zip(self.plan.files, self.sums.extents, strict=True)
+            ),
+            tensor_sums=bytes(self.sums.tensors),
+            nbytes=sum(row.size for row in self.plan.files),
+            seconds=time.monotonic() - started,
+            direct=direct,
+        )
+
+
+class _DirectoryExecution(Execution):
+    """Writes into the directory ``dir_fd``."""
 
     def __init__(
         self,
@@ -134,24 +273,19 @@ class _Execution:
         options: WriteOptions,
         *,
         progress: Progress,
+        precedence: Precedence,
         calls: Calls,
+        ring: Ring | None,
     ) -> None:
-        self.dir_fd, self.image, self.plan, self.options = dir_fd, image, plan, options
-        self.progress, self.calls = progress, calls
+        super().__init__(image, plan, options, progress=progress, precedence=precedence, ring=ring)
+        self.dir_fd, self.calls = dir_fd, calls
         self.files = files_of(plan.files)
-        self.sums = Sums(plan)
-        self.throttle = Throttle(options.io_limit_bytes_per_s)
         self.direct = options.direct and O_DIRECT != 0
-        self.failure: BaseException | None = None
-        self._lock = threading.Lock()
         self._chunks = self._all_chunks()
-        self._units = iter(plan.units)
 
-    def fail(self, error: BaseException) -> None:
-        with self._lock:
-            if self.failure is None:
-                self.failure = error
-        self.progress.halt.set()
+    @property
+    def path(self) -> str:
+        return where(self.dir_fd)
 
     def create_all(self) -> None:
         for file in self.files:
@@ -170,13 +304,14 @@ class _Execution:
                 raise self._storage_error(what, file.name, error) from error
 
     def write(self) -> None:
-        """A writer thread: takes chunks until there are none."""
+        """Run a writer thread: take chunks until none is left."""
+        pause = self.precedence.pauser(self.progress, self.options)
         while not self.progress.halt.is_set():
-            with self._lock:
-                job = next(self._chunks, None)
+            pause()
+            job = self._next_chunk()
             if job is None:
                 return
-            file, chunk = job
+            piece, file, chunk = job
             delay = self.throttle.reserve(chunk.nbytes)
             if delay > 0 and self.progress.halt.wait(delay):
                 return
@@ -185,19 +320,21 @@ class _Execution:
                 with self._lock:
                     file.left -= chunk.nbytes
                     last = file.left == 0
+                if self.ring is not None:
+                    self.ring.wrote(piece, chunk.nbytes)
                 if last:
                     self._finish(file)
             except OSError as error:
                 self.fail(self._storage_error(f"can't write {file.what}", file.name, error))
 
-    def hash(self) -> None:
-        """A hasher thread: takes units until there are none."""
-        while not self.progress.halt.is_set():
+    def _next_chunk(self) -> tuple[int, WrittenFile, Range] | None:
+        """Return the next range to write, with its file and its piece of the ring."""
+        if self.ring is None:
             with self._lock:
-                unit: Unit | None = next(self._units, None)
-            if unit is None:
-                return
-            hash_unit(self.image, self.plan, unit, self.sums, self.options.piece_bytes)
+                job = next(self._chunks, None)
+            return None if job is None else (0, *job)
+        of_ring = self.ring.next_chunk(self.throttle.chunk_bytes)
+        return None if of_ring is None else (of_ring[0], self.files[of_ring[1]], of_ring[2])
 
     def sync_dir(self) -> None:
         try:
@@ -212,7 +349,7 @@ class _Execution:
                 try:
                     self.calls.close(fd)
                 except OSError as error:
-                    # What fsync has confirmed stands; a file that failed before has its error already.
+                    # Files confirmed by fsync stand; a file that failed before has its error already.
                     if file.left:
                         self.fail(self._storage_error("can't close", file.name, error))
 
@@ -222,7 +359,7 @@ class _Execution:
         except OSError as error:
             if not (self.direct and error.errno == errno.EINVAL):
                 raise
-        # This file system has no O_DIRECT. Some make the file before they refuse it.
+        # This file system has no O_DIRECT. Some create the file before they refuse it.
         self.direct = False
         with contextlib.suppress(FileNotFoundError):
             self.calls.unlink(self.dir_fd, name)
@@ -235,7 +372,7 @@ class _Execution:
         except OSError as error:
             if not (self.direct and error.errno == errno.EINVAL):
                 raise
-            # As in `_create`, but the file stays: somebody else may write to it already.
+            # As in `_create`, but the file stays: another engine may already write to it.
             self.direct = False
             file.fd = self.calls.open_shared(self.dir_fd, file.name, direct=False)
         for part in file.body:
@@ -257,11 +394,11 @@ class _Execution:
             except OSError as error:
                 if not (was_direct and error.errno == errno.EINVAL):
                     raise
-                # Opened with O_DIRECT but not written: the alignment is not enough here, or it was only accepted.
+                # Opened with O_DIRECT but not written: the alignment is not sufficient, or the flag was only accepted.
                 self._make_buffered()
                 continue
             if count <= 0:
-                raise OSError(errno.EIO, f"the system wrote {count} bytes and named no error")
+                raise OSError(errno.EIO, f"the system wrote {count} bytes and reported no error")
             done += count
             self.progress.add(count)
         if not self.direct:
@@ -288,7 +425,7 @@ class _Execution:
         step = self.throttle.chunk_bytes
         for file in self.files:
             if file.tail is not None and not file.left:
-                yield file, Range(0, 0, 0)  # nothing but a tail: so that somebody finishes it
+                yield file, Range(0, 0, 0)  # only a tail: a writer must finish the file
             for offset, start, nbytes in file.body:
                 for done in range(0, nbytes, step):
                     yield file, Range(offset + done, start + done, min(step, nbytes - done))
@@ -314,47 +451,37 @@ def write_files(
     options: WriteOptions,
     *,
     progress: Progress | None = None,
+    precedence: Precedence | None = None,
     calls: Calls = SYSTEM,
+    ring: Ring | None = None,
 ) -> Written:
     """Write the files of ``plan`` from ``image`` into the directory ``dir_fd``, and hash them.
 
-    Returns when all files and the directory are durable. ``image`` is bytes, best on a page boundary (else O_DIRECT is
-    given up), and must hold still. Raises `StorageError` naming the file, `Stopped` after ``progress.stop()``; either
-    way no thread of it is left. Blocks: for threads that may.
+    ring: over ``image``, if that holds not all files at once but pieces of them as they come.
+
+    Returns when all files and the directory are durable. ``image`` must not change meanwhile, and should be
+    page-aligned (otherwise O_DIRECT isn't used). ``precedence`` is shared with concurrent executions. Raises
+    `StorageError` naming the file, or `Stopped` after ``progress.stop()``; no thread is left in either case. Blocks.
     """
     started = time.monotonic()
-    progress = progress or Progress()
-    rows_end = max((row.image_offset + row.size for row in plan.files), default=0)
-    if rows_end > len(image):
-        raise StorageError(
-            f"the plan reads {rows_end} bytes of an image of {len(image)}", path=where(dir_fd), errno=errno.EINVAL
-        )
-    run = _Execution(dir_fd, image, plan, options, progress=progress, calls=calls)
-    try:
-        run.create_all()
-        _run_threads(run)
-        if run.failure is None and not progress.stopped:
-            run.sync_dir()
-    finally:
-        run.close_all()
-    if progress.stopped:
-        raise Stopped
-    if run.failure is not None:
-        failure, run.failure = run.failure, None
-        try:
-            raise failure
-        finally:
-            del failure  # or its traceback would keep itself, and the image, alive
-    return Written(
-        files=tuple(
-            ReportFile(row.name, row.size, bytes(sums), row.offset, row.total)
-            for row, sums in zip(plan.files, run.sums.extents, strict=True)
-        ),
-        tensor_sums=bytes(run.sums.tensors),
-        nbytes=sum(row.size for row in plan.files),
-        seconds=time.monotonic() - started,
-        direct=run.direct,
+    progress, precedence = progress or Progress(), precedence or Precedence()
+    run = _DirectoryExecution(
+        dir_fd, image, plan, options, progress=progress, precedence=precedence, calls=calls, ring=ring
     )
+    if ring is not None:
+        ring.begin(plan.files, progress.halt)
+    else:
+        run.check_image()
+    with precedence.executing(progress, options):
+        try:
+            run.create_all()
+            run_threads(run)
+            if run.failure is None and not progress.stopped:
+                run.sync_dir()
+        finally:
+            run.close_all()
+    run.raise_failure()
+    return run.written(started, direct=run.direct)
 
 
 def write_report(
@@ -365,11 +492,11 @@ def write_report(
     may_publish: Callable[[], bool] = lambda: True,
     calls: Calls = SYSTEM,
 ) -> tuple[int, str]:
-    """Make ``parts``, joined, durable as the report ``name`` in the directory ``dir_fd``.
+    """Join ``parts`` and make them durable as the report ``name`` in the directory ``dir_fd``.
 
-    Returns its size in bytes and its xxh3_128 digest, hexadecimal. ``may_publish`` is asked once, when all that is left
-    is to give the file its name; False raises `Stopped` and leaves no report. Raises `StorageError`: then there may be
-    a report only if giving the name was what failed to become durable.
+    Returns its size in bytes and its hexadecimal xxh3_128 digest. ``may_publish`` is called once, just before the file
+    gets its name; if it returns False, `Stopped` is raised and there is no report. Raises `StorageError`: then a report
+    may exist only if the naming failed to become durable.
     """
     fresh = f".{name}.new"
     size, digest = 0, xxhash.xxh3_128()
@@ -383,7 +510,7 @@ def write_report(
                 while left:
                     count = calls.pwrite(fd, left, size)
                     if count <= 0:
-                        raise OSError(errno.EIO, f"the system wrote {count} bytes and named no error")
+                        raise OSError(errno.EIO, f"the system wrote {count} bytes and reported no error")
                     size += count
                     left = left[count:]
             calls.fsync(fd)
@@ -404,15 +531,19 @@ def write_report(
     return size, digest.hexdigest()
 
 
-def _run_threads(run: _Execution) -> None:
+def run_threads(run: Execution) -> None:
+    """Run the writer and hasher threads of ``run``, and wait for them; failures are in ``run.failure``."""
+
     def guarded(work: Callable[[], None]) -> None:
         try:
             work()
-        except BaseException as error:  # noqa: BLE001 - carried to the thread that waits
+        except BaseException as error:  # noqa: BLE001 - passed to the waiting thread
             run.fail(error)
 
     writers = max(1, min(run.options.writers, 16))
     hashers = max(1, min(writers, (os.cpu_count() or 1) // 2, len(run.plan.units)))
+    if run.ring is not None:
+        hashers = 1  # one: pieces must be hashed in order
     threads = [
         threading.Thread(target=guarded, args=(run.write,), name=f"holdfast-write-{index}", daemon=True)
         for index in range(writers)
@@ -426,7 +557,7 @@ def _run_threads(run: _Execution) -> None:
             thread.start()
             started.append(thread)
     except RuntimeError as error:
-        run.fail(StorageError(f"can't start a writer thread: {error}", path=where(run.dir_fd), errno=errno.EAGAIN))
+        run.fail(StorageError(f"can't start a writer thread: {error}", path=run.path, errno=errno.EAGAIN))
     finally:
         for thread in started:
             thread.join()

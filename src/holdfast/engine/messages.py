@@ -1,57 +1,70 @@
-"""The words between a trainer and its engine: length-prefixed msgpack frames on a Unix stream socket. Torch-free.
+"""Messages between a trainer and its engine: length-prefixed msgpack frames on a Unix stream socket. Torch-free.
 
-Every frame is a 4-byte little-endian length and a tagged struct of this module. A frame that hands over a file
-descriptor (`AddImage`, `Persist`) carries it as SCM_RIGHTS ancillary data with the first byte of the frame.
+Every frame is a 4-byte little-endian length and a tagged struct of this module. A frame that passes a file descriptor
+(`AddImage`; `Persist` and `Remove` where the place is a directory) carries it as SCM_RIGHTS ancillary data with the
+first byte of the frame. Places that aren't directories are named by a writer instead: ``module``, ``args`` and
+``paths`` of `holdfast.storage.protocol.WriterTarget`.
 
-Order the trainer keeps:  Configure, then any of
-    AddImage* -> AddPlan -> Persist -> (StagingVerified | Cancel) -> next Persist     one attempt at a time
+One engine serves all sessions of its trainer. Images and plans have numbers that are unique in the engine; attempts and
+removals are identified by session number and name. Order within each session:
+
+    AddImage* -> AddPlan -> Persist -> (StagingVerified | Cancel) -> next Persist     one attempt per session at a time
+
+An attempt whose bytes come through a ring (``ring``) gets `SlotFilled` between `Persist` and `StagingVerified`, and
+answers with `SlotFree`.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from holdfast.format.decoding import prepare_decoding
 
-class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+
+class EngineMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
     pass
 
 
 # trainer -> engine ---------------------------------------------------------------------------------------------
 
 
-class Configure(Message, frozen=True):
-    writers: int
-    """Threads that write and hash; 1 to 16."""
-    io_limit_bytes_per_s: int | None
-    nice: int
-    orphan_grace_s: float
-    """How long an engine whose trainer has died may take to finish what is staged and verified."""
+class AttemptLimits(msgspec.Struct, frozen=True, array_like=True):
+    """Limits of one attempt on its host. They apply to the threads of that attempt only."""
+
+    writers: int = 2
+    """Number of threads that write and hash; 1 to 16."""
+    io_limit_bytes_per_s: int | None = None
+    nice: int = 10
+    orphan_grace_s: float = 60.0
+    """How long the engine may take to finish a staged and verified attempt after its trainer has died."""
     direct: bool = True
-    """Use O_DIRECT where the file system allows it."""
+    """Use O_DIRECT if the file system allows it."""
     io_class: str = "none"
-    """Of ``io_priority.CLASSES``."""
+    """One of ``process.CLASSES``."""
     io_level: int | None = None
     host_writers: int | None = None
-    """How many engines of the host may write at a time, where each says so; None for any number."""
+    """How many attempts that set this may write on this host at a time; None: no limit."""
     slots: str = ""
-    """The directory of their turns (``storage.slots``)."""
+    """Directory of the slots for that (``storage.locks``)."""
+    cores: tuple[int, ...] = ()
+    """Cores to run on; empty: those that the engine was started with."""
 
 
-class AddImage(Message, frozen=True):
-    """With one descriptor: a memfd of ``nbytes`` bytes (multiple of 4096)."""
+class AddImage(EngineMessage, frozen=True):
+    """Comes with one descriptor: a memfd of ``nbytes`` bytes (multiple of 4096)."""
 
     image: int
     nbytes: int
 
 
-class DropImage(Message, frozen=True):
+class DropImage(EngineMessage, frozen=True):
     image: int
 
 
 class FileRow(msgspec.Struct, frozen=True, array_like=True):
     """``size`` bytes of the image from ``image_offset`` are the whole content of file ``name``.
 
-    If ``total`` isn't None they are a part of it (``format.parts``): its bytes from ``offset`` on, of ``total`` in all,
+    If ``total`` isn't None they are a part of it: its bytes from ``offset`` on, of ``total`` in all,
     and other ranks write the other parts. ``image_offset`` is a multiple of 4096, and so is ``size``, unless the part
     ends with its file.
     """
@@ -63,7 +76,7 @@ class FileRow(msgspec.Struct, frozen=True, array_like=True):
     total: int | None = None
 
 
-class AddPlan(Message, frozen=True):
+class AddPlan(EngineMessage, frozen=True):
     """A write plan, sent once and used by every `Persist` that names it."""
 
     plan: int
@@ -73,15 +86,33 @@ class AddPlan(Message, frozen=True):
     tensor_sizes: bytes
     """Bytes of each tensor payload, 8 bytes little-endian each."""
     index: bytes
-    """Goes into the report as it is."""
+    """Copied into the report unchanged."""
 
 
-class DropPlan(Message, frozen=True):
+class UseCores(EngineMessage, frozen=True):
+    """Have the engine's own threads run on these from now on: those that answer, compile plans and remove trees."""
+
+    cores: tuple[int, ...]
+
+
+class DropPlan(EngineMessage, frozen=True):
     plan: int
 
 
-class Persist(Message, frozen=True):
-    """With one descriptor: the attempt directory. Write the plan's files there from the image, and fsync them."""
+class CopySource(msgspec.Struct, frozen=True, array_like=True):
+    """The report in a published directory whose files are to be copied, with its digest by the manifest."""
+
+    report: str
+    digest: str
+
+
+class Persist(EngineMessage, frozen=True):
+    """Write the plan's files from the image to the attempt's place, durably.
+
+    Comes with one descriptor, the attempt directory, unless ``module`` names a writer; with ``source``, the directory
+    that is copied. If ``slot_bytes`` isn't 0, the image is a ring of slots of that size, filled later (`SlotFilled`):
+    for directories only.
+    """
 
     attempt: str
     plan: int
@@ -91,59 +122,106 @@ class Persist(Message, frozen=True):
     world: int
     report_name: str
     lease_name: str
+    limits: AttemptLimits = AttemptLimits()
+    session: int = 0
+    umask: int = 0
+    """The trainer's current umask: files are created as the trainer would create them."""
+    slot_bytes: int = 0
+    module: str = ""
+    """Of the writer; empty: the place is the directory."""
+    args: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
+    source: CopySource | None = None
+    """Copy the files of this report instead, which are in the directory of the descriptor, to the writer's place;
+    ``plan`` and ``image`` are not used."""
 
 
-class StagingVerified(Message, frozen=True):
-    """The image held still and is right: the report of ``attempt`` may be written."""
+class SlotFilled(EngineMessage, frozen=True):
+    """The first ``pieces`` pieces of the plan's files are in their slots of the ring."""
 
     attempt: str
+    pieces: int
+    session: int = 0
 
 
-class Cancel(Message, frozen=True):
-    """Stop working on ``attempt``: no report is written from here on. Answered by `Cancelled`."""
+class StagingVerified(EngineMessage, frozen=True):
+    """Staging is verified: the report of ``attempt`` may be written."""
 
     attempt: str
+    session: int = 0
 
 
-class Remove(Message, frozen=True):
-    """With one descriptor: a directory. Remove its entry ``name`` with everything below it (a trash directory)."""
+class Cancel(EngineMessage, frozen=True):
+    """Stop working on ``attempt``: no report is written from now on. Answered by `Cancelled`."""
+
+    attempt: str
+    session: int = 0
+
+
+class Remove(EngineMessage, frozen=True):
+    """Remove the entry ``name`` and everything below it: trash.
+
+    Comes with one descriptor, the directory that has the entry, unless ``module`` names a writer of the root.
+    """
 
     name: str
+    session: int = 0
+    device: int = 0
+    """``st_dev`` of the directory: removals on one file system are done one after the other."""
+    module: str = ""
+    args: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
 
 
-class Shutdown(Message, frozen=True):
+class Shutdown(EngineMessage, frozen=True):
     pass
 
 
 # engine -> trainer ---------------------------------------------------------------------------------------------
 
 
-class Ready(Message, frozen=True):
+class EngineReady(EngineMessage, frozen=True):
     pid: int
     version: str
 
 
-class Beat(Message, frozen=True):
-    """Sent every `BEAT_S` while an attempt is in work, whether or not it moves on."""
+class AttemptBeat(msgspec.Struct, frozen=True, array_like=True):
+    """Progress of one attempt."""
 
     attempt: str
     written: int
-    """Bytes written so far: a figure that stands still is a hang of the storage."""
+    """Bytes written so far: if this doesn't change, the storage hangs."""
     waiting: str = ""
-    """What writing waits for, if it isn't the storage: a turn, and who has it."""
+    """What writing waits for other than storage: a slot, and who holds it."""
+    session: int = 0
 
 
-class Persisted(Message, frozen=True):
-    """All files of the attempt are written and fsynced; the report waits for `StagingVerified`."""
+class EngineBeat(EngineMessage, frozen=True):
+    """Sent every `BEAT_S` while attempts are in progress, advancing or not; names all of them."""
+
+    attempts: tuple[AttemptBeat, ...]
+
+
+class Persisted(EngineMessage, frozen=True):
+    """All files of the attempt are durable; the report waits for `StagingVerified`."""
 
     attempt: str
     nbytes: int
     seconds: float
     direct: bool
+    session: int = 0
 
 
-class Reported(Message, frozen=True):
-    """The report is durable: this rank's yes."""
+class SlotFree(EngineMessage, frozen=True):
+    """The first ``pieces`` pieces were written and hashed: their slots may be refilled."""
+
+    attempt: str
+    pieces: int
+    session: int = 0
+
+
+class Reported(EngineMessage, frozen=True):
+    """The report is durable: this rank votes to publish."""
 
     attempt: str
     size: int
@@ -151,16 +229,18 @@ class Reported(Message, frozen=True):
     """xxh3_128 of the report file, hexadecimal."""
     nbytes: int
     parts: str = ""
-    """``format.parts.parts_digest`` of the parts of files that were written."""
+    """``format.manifest.parts_digest`` of the parts of files that were written."""
+    session: int = 0
 
 
-class Cancelled(Message, frozen=True):
+class Cancelled(EngineMessage, frozen=True):
     attempt: str
     report_left: bool = False
-    """As in `Failed`."""
+    """See `AttemptFailed`."""
+    session: int = 0
 
 
-class Failed(Message, frozen=True):
+class AttemptFailed(EngineMessage, frozen=True):
     """Work on ``attempt`` ended in an error; nothing more is done for it."""
 
     attempt: str
@@ -168,18 +248,46 @@ class Failed(Message, frozen=True):
     path: str
     detail: str
     report_left: bool = False
-    """The report had its name, and may have it yet, or again after a power loss: taking it away isn't durable."""
+    """The report had its name and may still have it, or again after a power loss: its removal isn't durable."""
+    session: int = 0
 
 
-class Removed(Message, frozen=True):
+class Removed(EngineMessage, frozen=True):
     name: str
     errno: int | None
+    session: int = 0
 
 
-class Notice(Message, frozen=True):
-    """Something that was asked for can't be had, and is done without: for the log."""
+class Notice(EngineMessage, frozen=True):
+    """A requested feature is unavailable, and the engine continues without it: for the log."""
 
     text: str
 
 
+OfSession = AttemptBeat | SlotFree | Persisted | Reported | Cancelled | AttemptFailed | Removed
+"""Messages that concern one session."""
 BEAT_S = 0.25
+
+
+prepare_decoding(
+    AddImage,
+    DropImage,
+    AddPlan,
+    UseCores,
+    DropPlan,
+    Persist,
+    SlotFilled,
+    StagingVerified,
+    Cancel,
+    Remove,
+    Shutdown,
+    EngineReady,
+    EngineBeat,
+    Persisted,
+    SlotFree,
+    Reported,
+    Cancelled,
+    AttemptFailed,
+    Removed,
+    Notice,
+)

@@ -1,22 +1,27 @@
 """The engine process: a control thread that always answers, beside threads that write. Torch-free.
 
-Started by `EngineClient` with one socket; see `messages` for what is said on it.
+Started by `EngineClient` with one socket; see `messages` for the protocol.
 
 Guarantees:
-- the control thread makes no system call that a file system could hold up: it polls, reads, answers and beats;
-- signals that a launcher or a terminal sends to a whole job (INT, TERM, HUP) are ignored, and it runs in its own
-  session: what is staged and verified is finished;
-- when the trainer is gone (end of file on the socket, or its process has ended) or says `Shutdown`, a verified attempt
-  is finished within ``orphan_grace_s``, anything else is dropped, and the process is gone. Nothing is removed then:
+- the control thread makes no system call that a file system could block: it polls, reads, answers and sends beats. It
+  keeps the priorities that the process was started with;
+- attempts of several sessions run side by side; each worker sets its own nice level, I/O class and cores before it
+  starts other threads, so that one attempt's limits never apply to another. Threads of no attempt run on the cores that
+  a session has named last;
+- signals that a launcher or a terminal sends to a whole job (INT, TERM, HUP) are ignored, and the process runs in a
+  session of its own: what is staged and verified is finished;
+- when the trainer is gone (end of file on the socket, or its process has ended) or sends `Shutdown`, a verified attempt
+  may finish within its ``orphan_grace_s``, anything else is dropped, and the process ends. It removes nothing then:
   recovery does that.
 
-Its I/O priority follows from its nice level, the kernel derives one from the other, unless an I/O class is asked for.
-PR_SET_PDEATHSIG is not used: it fires when the *thread* that started us ends.
+The kernel derives its I/O priority from its nice level, unless an I/O class is requested. PR_SET_PDEATHSIG is not used:
+it fires when the *thread* that started us ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -27,32 +32,76 @@ import sys
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from holdfast._version import __version__
+from holdfast.cores import bind
 from holdfast.engine import messages
-from holdfast.engine.attempt import Attempt, Job
-from holdfast.engine.calls import SYSTEM, where
 from holdfast.engine.checksums import WritePlan, compile_plan
-from holdfast.engine.executor import WriteOptions
+from holdfast.engine.executor import Precedence, WriteOptions
+from holdfast.engine.places import opened_writer
 from holdfast.engine.removal import remove_tree_at
+from holdfast.engine.ring import Ring
+from holdfast.engine.syscalls import SYSTEM, where
 from holdfast.engine.wire import FrameError, Inbox, Outbox, Received, ToEngine, close_fds
+from holdfast.engine.write_job import WriteJob, WriteJobInputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
-    from holdfast.storage.slots import HostSlots
+    from holdfast.storage.locks import HostSlots
 
+
+# The I/O class of a thread, which decides its share of a disk (Linux). Torch-free.
+#
+# Guarantees: affects only the calling thread and those it starts later.
+# Assumes: an I/O scheduler that honours it (bfq does; mq-deadline orders the classes; none ignores it), and writes with
+# `O_DIRECT`: the kernel's own threads do the write-back of the page cache.
+
+CLASSES: Final = {"none": 0, "best_effort": 2, "idle": 3}
+LEVEL_USUAL: Final = 4
+"""The kernel's default level, halfway between 0 (served first) and 7."""
+_CLASS_SHIFT: Final = 13
+_WHO_PROCESS: Final = 1
+_SET: Final = {"x86_64": 251, "ppc64le": 273, "s390x": 282, "aarch64": 30, "riscv64": 30, "loongarch64": 30}
+"""System call numbers: the C library has no wrapper."""
+
+
+def io_priority(io_class: str, level: int | None) -> int:
+    """Return the kernel's encoding; ``level`` applies to ``best_effort`` only."""
+    within = (LEVEL_USUAL if level is None else level) if io_class == "best_effort" else 0
+    return CLASSES[io_class] << _CLASS_SHIFT | within
+
+
+def set_io_class(io_class: str, level: int | None) -> str | None:
+    """Set the I/O class of the calling thread; return why it failed, or None. ``none`` changes nothing."""
+    if io_class == "none":
+        return None
+    machine = os.uname().machine
+    if os.uname().sysname != "Linux" or machine not in _SET:
+        return f"I/O classes are not known on {os.uname().sysname} {machine}"
+    system = ctypes.CDLL(None, use_errno=True)
+    arguments = (_WHO_PROCESS, 0, io_priority(io_class, level))
+    if system.syscall(ctypes.c_long(_SET[machine]), *map(ctypes.c_int, arguments)) != 0:
+        return f"ioprio_set: {os.strerror(ctypes.get_errno())}"
+    return None
+
+
+REMOVAL_GRACE_S: Final = 60.0
+"""How long an ending process continues removals for a trainer that waits for them."""
 EXIT_FLUSH_S: Final = 1.0
-"""How long last answers may take to leave."""
+"""How long to wait until the last answers are sent."""
 SWITCH_INTERVAL_S: Final = 0.0005
-"""How long a thread that computes keeps another waiting: a writer that comes back from a system call must go on."""
+"""How long a computing thread may hold the GIL: a writer that returns from a system call must continue."""
 LOWEST_NICE: Final = 19
 _PARENT_CHECK_S: Final = 1.0
+_LAST_FILES_S: Final = 2.0
+"""How long a cancelled attempt may still be making its last file in what is removed."""
 
 
 class _Plan:
-    """A plan as it came, and compiled, by whoever is first."""
+    """A plan as received, and compiled by whoever needs it first."""
 
     def __init__(self, message: messages.AddPlan) -> None:
         self.index = message.index
@@ -61,7 +110,7 @@ class _Plan:
         self._lock = threading.Lock()
 
     def compile_ahead(self) -> None:
-        """Be done before it is needed; what is wrong with it is told then."""
+        """Compile before it is needed; an invalid plan is reported when it is used."""
         with contextlib.suppress(ValueError):
             self.compiled()
 
@@ -75,17 +124,17 @@ class _Plan:
 
 
 class _Image:
-    """An image as it came, mapped at once, or else when it is needed: there may be memory again by then."""
+    """An image as received; mapped at once, or when it is needed if memory was short."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        """Takes ``fd`` over; holds it for as long as the image isn't mapped."""
+        """Take ownership of ``fd``, and keep it until the image is mapped."""
         self._fds: tuple[int, ...] = (fd,)
         self._nbytes = nbytes
         self._view: memoryview | None = None
         self.mapped()
 
     def mapped(self) -> memoryview | str:
-        """The bytes, or why they can't be had: told when they are used, where someone waits for an answer."""
+        """Return the bytes, or why there are none: reported on use, when someone waits for an answer."""
         if self._view is None:
             found = _map_image(self._fds[0], self._nbytes)
             if isinstance(found, str):
@@ -95,53 +144,55 @@ class _Image:
         return self._view
 
     def close(self) -> None:
-        """Give up the descriptor; the memory goes with the last attempt that reads it."""
+        """Close the descriptor; the memory is freed with the last attempt that reads it."""
         fds, self._fds = self._fds, ()
         close_fds(fds)
 
 
 class Engine:
-    """The control loop. Everything but `post` is for its own thread."""
-
-    _slots: HostSlots | None = None
+    """The control loop. All methods except `post` are for its own thread."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(0)
         self._sock = sock
         self._inbox: Inbox[ToEngine] = Inbox(sock, ToEngine)
         self._outbox = Outbox(sock)
-        self._posted: deque[messages.Message] = deque()
+        self._posted: deque[messages.EngineMessage] = deque()
         self._wake_out, self._wake_in = os.pipe()
         for fd in (self._wake_out, self._wake_in):
             os.set_blocking(fd, False)
         self._parent = os.getppid()
         self._parent_fd = _pidfd(self._parent)
-        self._config = messages.Configure(
-            writers=2, io_limit_bytes_per_s=None, nice=0, orphan_grace_s=60.0, direct=True
-        )
         self._images: dict[int, _Image] = {}
         self._plans: dict[int, _Plan] = {}
-        self._attempt: Attempt | None = None
+        self._attempts: dict[tuple[int, str], WriteJob] = {}
+        """Attempts in progress, by session and name."""
+        self._slots: dict[tuple[str, int], HostSlots] = {}
+        self._removers: dict[tuple[int, str], _Remover] = {}
+        """One remover per file system."""
+        self._precedence = Precedence()
+        self._noticed: set[str] = set()
+        self._cores_at_start: frozenset[int] | None = None
+        """Set once its own threads run elsewhere."""
         self._next_beat = 0.0
-        self._leave_at: float | None = None
-        """Set when the process is to end: when what is worth finishing is finished, and by this time at most."""
+        self._leaving_since: float | None = None
+        """Set when the process has to end, as soon as nothing worth finishing is left."""
         self._connected = True
-        self._remover = _Remover(self.post)
 
-    def post(self, message: messages.Message) -> None:
-        """Have the control thread send ``message``. From any thread; never blocks."""
+    def post(self, message: messages.EngineMessage) -> None:
+        """Have the control thread send ``message``. Any thread; never blocks."""
         self._posted.append(message)
-        with contextlib.suppress(BlockingIOError):  # it has been woken and has not looked yet
+        with contextlib.suppress(BlockingIOError):  # already woken
             os.write(self._wake_in, b"\0")
 
     def run(self) -> None:
-        """Returns when the process may end."""
-        self._outbox.put(messages.Ready(os.getpid(), __version__))
+        """Run the loop; return when the process may end."""
+        self._outbox.put(messages.EngineReady(os.getpid(), __version__))
         self._flush()
         while not self._may_leave():
             self._wait()
             self._beat()
-            self._flush()  # may find the trainer gone, of which no later wait would hear
+            self._flush()  # may find that the trainer is gone, which no later wait would notice
         deadline = time.monotonic() + EXIT_FLUSH_S
         while self._connected and len(self._outbox) and (left := deadline - time.monotonic()) > 0:
             select.select([], [self._sock], [], left)
@@ -166,20 +217,27 @@ class Engine:
 
     def _wait_ms(self) -> float | None:
         now = time.monotonic()
-        times = [self._next_beat] if self._attempt is not None else []
-        if self._leave_at is not None:
-            times.append(self._leave_at)
+        times = [self._next_beat] if self._attempts else []
+        if self._leaving_since is not None:
+            times += [end for end in self._grace_ends() if end > now]
         if self._parent_fd < 0:
             times.append(now + _PARENT_CHECK_S)
         return max(0.0, min(times) - now) * 1000 if times else None
+
+    def _grace_ends(self) -> list[float]:
+        """Return the times until which the process stays for unfinished work."""
+        assert self._leaving_since is not None
+        graces = [attempt.orphan_grace_s for attempt in self._attempts.values() if not attempt.ended]
+        if any(remover.busy for remover in self._removers.values()):
+            graces.append(REMOVAL_GRACE_S)
+        return [self._leaving_since + grace_s for grace_s in graces]
 
     def _drain_posted(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_out, 4096)
         while self._posted:
             message = self._posted.popleft()
-            if self._attempt is not None and self._attempt.ended:
-                self._attempt = None
+            self._attempts = {key: attempt for key, attempt in self._attempts.items() if not attempt.ended}
             self._outbox.put(message)
 
     def _flush(self) -> None:
@@ -191,24 +249,31 @@ class Engine:
 
     def _beat(self) -> None:
         now = time.monotonic()
-        if self._attempt is None or now < self._next_beat:
+        if not self._attempts or now < self._next_beat:
             return
         self._next_beat = now + messages.BEAT_S
-        if not len(self._outbox):  # a trainer that stands still shall not find a pile of them
-            self._outbox.put(messages.Beat(self._attempt.name, self._attempt.written, self._attempt.waiting))
+        if not len(self._outbox):  # don't pile up beats for a stopped trainer
+            self._outbox.put(
+                messages.EngineBeat(
+                    tuple(
+                        messages.AttemptBeat(attempt.name, attempt.written, attempt.waiting, attempt.session)
+                        for attempt in self._attempts.values()
+                    )
+                )
+            )
 
     def _read_last(self) -> None:
-        """The trainer has ended; what it said before still counts."""
+        """Handle what the trainer sent before it ended."""
         while self._connected and select.select([self._sock], [], [], 0)[0]:
             self._read()
         self._disconnect()
 
     def _read(self) -> None:
-        """Take in what has come."""
+        """Handle incoming messages."""
         try:
             received = self._inbox.receive()
         except FrameError as error:
-            sys.stderr.write(f"holdfast engine: {error}\n")  # ends up in EngineDied
+            sys.stderr.write(f"holdfast engine: {error}\n")  # shown in EngineDied
             received = None
         except OSError:
             received = None
@@ -219,7 +284,7 @@ class Engine:
             self._handle(item)
 
     def _disconnect(self) -> None:
-        """The trainer is gone."""
+        """Handle the end of the trainer."""
         if not self._connected:
             return
         self._connected = False
@@ -227,27 +292,31 @@ class Engine:
         self._leave()
 
     def _leave(self) -> None:
-        if self._leave_at is None:
-            self._leave_at = time.monotonic() + self._config.orphan_grace_s
+        if self._leaving_since is None:
+            self._leaving_since = time.monotonic()
 
     def _may_leave(self) -> bool:
-        if self._leave_at is None:
+        """Return True if no work worth finishing is left: no verified attempt within its grace, and no removal.
+
+        Removals continue while a trainer waits for them; an orphan leaves the rest to the next start.
+        """
+        if self._leaving_since is None:
             return False
-        if time.monotonic() >= self._leave_at:
-            return True
-        attempt = self._attempt
-        if attempt is not None and not attempt.ended:
+        since_s = time.monotonic() - self._leaving_since
+        stays = False
+        for attempt in self._attempts.values():
+            if attempt.ended:
+                continue
             if attempt.verified:
-                return False
-            attempt.cancel()
-        # Removing goes on to the end for a trainer that waits for it; an orphan leaves the rest to the next start.
-        return not (self._connected and self._remover.busy)
+                stays = stays or since_s < attempt.orphan_grace_s
+            else:
+                attempt.cancel()
+        removing = self._connected and any(remover.busy for remover in self._removers.values())
+        return not stays and not (removing and since_s < REMOVAL_GRACE_S)
 
     def _handle(self, item: Received[ToEngine]) -> None:
         message = item.message
         match message:
-            case messages.Configure():
-                self._configure(message)
             case messages.AddImage():
                 self._images[message.image] = _Image(item.fds[0], message.nbytes)
             case messages.DropImage():
@@ -255,91 +324,197 @@ class Engine:
                     dropped.close()
             case messages.AddPlan():
                 self._plans[message.plan] = plan = _Plan(message)
-                with contextlib.suppress(RuntimeError):  # no thread to be had: then whoever needs it compiles it
+                with contextlib.suppress(RuntimeError):  # no thread available: compiled when needed
                     threading.Thread(target=plan.compile_ahead, name="holdfast-compile", daemon=True).start()
             case messages.DropPlan():
                 self._plans.pop(message.plan, None)
+            case messages.UseCores():
+                if self._cores_at_start is None:
+                    self._cores_at_start = frozenset(os.sched_getaffinity(0))
+                self._bind(message.cores)
             case messages.Persist():
-                self._persist(message, item.fds[0])
+                self._persist(message, item.fds[0] if item.fds else -1)
+            case messages.SlotFilled():
+                if (attempt := self._attempts.get((message.session, message.attempt))) is not None:
+                    attempt.filled(message.pieces)
             case messages.StagingVerified():
-                if self._attempt is not None and self._attempt.name == message.attempt:
-                    self._attempt.verify()
+                if (attempt := self._attempts.get((message.session, message.attempt))) is not None:
+                    attempt.verify()
             case messages.Cancel():
                 self._cancel(message)
             case messages.Remove():
-                self._remover.add(item.fds[0], message.name)
+                remover = self._removers.setdefault((message.device, message.module), _Remover(self.post))
+                if item.fds:
+                    remover.add(item.fds[0], message.name, message.session)
+                else:
+                    remover.add_stored(message)
             case messages.Shutdown():
                 self._leave()
 
-    def _configure(self, message: messages.Configure) -> None:
-        self._config = message
-        _be_nice(message.nice)
-        # What few ask for is imported where it is asked for: an engine starts fast, and is small.
-        if message.io_class != "none":
-            from holdfast.engine.io_priority import set_io_class
-
-            failure = set_io_class(message.io_class, message.io_level)
-            if failure is not None:
-                self._outbox.put(messages.Notice(f"it writes without io_class={message.io_class!r}: {failure}"))
-        if message.host_writers is not None:
-            from holdfast.storage.slots import HostSlots
-
-            self._slots = HostSlots(message.slots, message.host_writers)
-
     def _persist(self, message: messages.Persist, dir_fd: int) -> None:
-        known, plan = self._images.get(message.image), self._plans.get(message.plan)
-        image = f"image {message.image} is not known" if known is None else known.mapped()
-        if self._attempt is not None and not self._attempt.ended:
-            problem = f"attempt {self._attempt.name} is still in work"
-        elif plan is None:
-            problem = f"plan {message.plan} is not known"
-        elif isinstance(image, str):
-            problem = image
+        inputs = self._inputs(message, dir_fd)
+        in_work = [
+            name for (session, name), job in self._attempts.items() if session == message.session and not job.ended
+        ]
+        if in_work:
+            problem = f"attempt {in_work[0]} is still in progress"
+        elif isinstance(inputs, str):
+            problem = inputs
         else:
-            job = Job(message, dir_fd, image, plan.compiled, plan.index, self._options(), self._slots)
-            attempt = Attempt(job, self.post)
+            attempt = WriteJob(inputs, self.post)
+            self._take_umask(message.umask)
             try:
                 attempt.start()
             except RuntimeError as error:
                 problem = f"no thread can be started: {error}"
             else:
-                self._attempt = attempt
+                self._attempts[message.session, message.attempt] = attempt
                 self._next_beat = time.monotonic()
                 return
-        self._outbox.put(messages.Failed(message.attempt, None, where(dir_fd), problem))
-        os.close(dir_fd)
+        path = message.module or where(dir_fd)
+        self._outbox.put(messages.AttemptFailed(message.attempt, None, path, problem, session=message.session))
+        if dir_fd >= 0:
+            os.close(dir_fd)
+
+    def _take_umask(self, umask: int) -> None:
+        """Use ``umask`` combined with those of attempts in progress: a process has only one, so the strictest wins."""
+        for job in self._attempts.values():
+            if not job.ended:
+                umask |= job.umask
+        os.umask(umask)
+
+    def _inputs(self, message: messages.Persist, dir_fd: int) -> WriteJobInputs | str:
+        """Return what a job needs, or what is missing."""
+        known, plan = self._images.get(message.image), self._plans.get(message.plan)
+        image = f"image {message.image} is not known" if known is None else known.mapped()
+        if message.source is not None:
+            plan, image = _Plan(messages.AddPlan(0, (), b"", b"", b"")), memoryview(b"")
+        if plan is None:
+            return f"plan {message.plan} is not known"
+        if isinstance(image, str):
+            return image
+        if message.module and message.slot_bytes:
+            return f"the writer {message.module} takes whole images only, and this is a ring"
+        limits = message.limits
+        return WriteJobInputs(
+            message,
+            dir_fd,
+            image,
+            plan.compiled,
+            plan.index,
+            WriteOptions(limits.writers, limits.io_limit_bytes_per_s, limits.direct, nice=limits.nice),
+            self._slots_of(limits),
+            lambda: self._take_priorities(limits),
+            self._precedence,
+            self._ring_of(message, image),
+        )
+
+    def _ring_of(self, message: messages.Persist, image: memoryview) -> Ring | None:
+        if not message.slot_bytes:
+            return None
+
+        def tell_freed(pieces: int) -> None:
+            self.post(messages.SlotFree(message.attempt, pieces, message.session))
+
+        return Ring(image, message.slot_bytes, tell_freed)
+
+    def _slots_of(self, limits: messages.AttemptLimits) -> HostSlots | None:
+        if limits.host_writers is None:
+            return None
+        # Imported only when needed: the engine starts fast and stays small.
+        from holdfast.storage.locks import HostSlots
+
+        key = limits.slots, limits.host_writers
+        return self._slots.get(key) or self._slots.setdefault(key, HostSlots(*key))
+
+    def _take_priorities(self, limits: messages.AttemptLimits) -> None:
+        """Lower the priorities of the calling worker; threads that it starts inherit them."""
+        _be_nice(limits.nice)
+        failure = set_io_class(limits.io_class, limits.io_level)
+        if failure is not None:
+            self._notice(f"it writes without io_class={limits.io_class!r}: {failure}")
+        self._bind(limits.cores or self._cores_at_start or ())
+
+    def _bind(self, cores: Collection[int]) -> None:
+        """Bind the calling thread, if there are any cores."""
+        failure = bind(cores) if cores else None
+        if failure is not None:
+            self._notice(failure)
+
+    def _notice(self, text: str) -> None:
+        """Tell the trainer, once."""
+        if text not in self._noticed:
+            self._noticed.add(text)
+            self.post(messages.Notice(text))
 
     def _cancel(self, message: messages.Cancel) -> None:
-        attempt = self._attempt
-        if attempt is not None and attempt.name == message.attempt and not attempt.ended:
-            if not attempt.cancel():
-                return  # its report is being put in place: the worker settles it and answers
-            self._attempt = None
-        left = attempt is not None and attempt.name == message.attempt and attempt.report_left
-        self._outbox.put(messages.Cancelled(message.attempt, left))
+        key = message.session, message.attempt
+        attempt = self._attempts.get(key)
+        if attempt is not None and not attempt.ended and not attempt.cancel():
+            return  # its report is being put in place: the worker settles it and answers
+        self._attempts.pop(key, None)
+        left = attempt is not None and attempt.report_left
+        self._outbox.put(messages.Cancelled(message.attempt, left, message.session))
 
-    def _options(self) -> WriteOptions:
-        config = self._config
-        return WriteOptions(config.writers, config.io_limit_bytes_per_s, config.direct)
+
+def _remove(dir_fd: int, name: str) -> None:
+    """Remove the tree ``name``, again where an attempt that was cancelled made one more file in it meanwhile."""
+    until = time.monotonic() + _LAST_FILES_S
+    while True:
+        try:
+            return remove_tree_at(dir_fd, name)
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY or time.monotonic() > until:
+                raise
+        time.sleep(0.05)
+
+
+@dataclass(frozen=True, slots=True)
+class _TreeRemoval:
+    """One tree to remove: by ``run``, or never, by ``drop``."""
+
+    name: str
+    session: int
+    run: Callable[[], None]
+    drop: Callable[[], None]
 
 
 class _Remover:
-    """Removes trees one after the other, on one thread of the lowest priority that lives while there is work."""
+    """Removes trees one after the other, on a thread of the lowest priority that lives while there is work."""
 
-    def __init__(self, post: Callable[[messages.Message], None]) -> None:
+    def __init__(self, post: Callable[[messages.EngineMessage], None]) -> None:
         self._post = post
         self._lock = threading.Lock()
-        self._queue: deque[tuple[int, str]] = deque()
+        self._queue: deque[_TreeRemoval] = deque()
         self._running = False
 
     @property
     def busy(self) -> bool:
         return self._running
 
-    def add(self, dir_fd: int, name: str) -> None:
-        """Take over ``dir_fd``, remove its entry ``name``, then post `Removed`."""
+    def add(self, dir_fd: int, name: str, session: int = 0) -> None:
+        """Take ownership of ``dir_fd``, remove its entry ``name``, then post `Removed` for ``session``."""
+
+        def remove() -> None:
+            try:
+                _remove(dir_fd, name)
+                SYSTEM.fsync_dir(dir_fd)
+            finally:
+                os.close(dir_fd)
+
+        self._add(_TreeRemoval(name, session, remove, lambda: os.close(dir_fd)))
+
+    def add_stored(self, message: messages.Remove) -> None:
+        """Remove ``name`` through the writer of its root, then post `Removed`."""
+
+        def remove() -> None:
+            opened_writer(message.module, message.args, message.paths).remove_tree(message.name)
+
+        self._add(_TreeRemoval(message.name, message.session, remove, lambda: None))
+
+    def _add(self, removal: _TreeRemoval) -> None:
         with self._lock:
-            self._queue.append((dir_fd, name))
+            self._queue.append(removal)
             if self._running:
                 return
             self._running = True
@@ -349,53 +524,50 @@ class _Remover:
             with self._lock:
                 self._running = False
                 left, self._queue = list(self._queue), deque()
-            for fd, unremoved in left:
-                os.close(fd)
-                self._post(messages.Removed(unremoved, errno.EAGAIN))
+            for unremoved in left:
+                unremoved.drop()
+                self._post(messages.Removed(unremoved.name, errno.EAGAIN, unremoved.session))
 
     def _run(self) -> None:
         _be_nice(LOWEST_NICE)
         done = False
         while not done:
             with self._lock:
-                dir_fd, name = self._queue.popleft()
+                removal = self._queue.popleft()
             number: int | None = None
             try:
-                remove_tree_at(dir_fd, name)
-                SYSTEM.fsync_dir(dir_fd)
-            except OSError as error:
-                number = error.errno or errno.EIO
-            finally:
-                os.close(dir_fd)
+                removal.run()
+            except Exception as error:  # noqa: BLE001 - a writer's, too: someone waits for the answer
+                number = getattr(error, "errno", None) or errno.EIO
             with self._lock:
                 done = not self._queue
                 self._running = not done
-            # Last: it wakes the control thread, which leaves only if nothing is being removed any more.
-            self._post(messages.Removed(name, number))
+            # Last: it wakes the control thread, which leaves only if no removal is in progress.
+            self._post(messages.Removed(removal.name, number, removal.session))
 
 
 def main(fd: int) -> NoReturn:
-    """Be the engine on socket ``fd`` until there is nothing left to do; never returns."""
+    """Run the engine on socket ``fd`` until no work is left; never returns."""
     status = 70
     try:
         _settle(fd)
         Engine(socket.socket(fileno=fd)).run()
         status = 0
-    except BaseException:  # noqa: BLE001 - the trainer reads this in EngineDied
+    except BaseException:  # noqa: BLE001 - shown to the trainer in EngineDied
         import traceback
 
         traceback.print_exc()
     finally:
-        # Threads may be in a system call that never returns: no clean-up may wait for them.
+        # Threads may be in a system call that never returns: don't wait for them.
         sys.stderr.flush()
         os._exit(status)
 
 
 def _settle(fd: int) -> None:
-    """Cut what ties this process to the job it came from."""
+    """Detach this process from the job that started it."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(PermissionError):  # it leads a session already
+    with contextlib.suppress(OSError):  # it leads a session already, or may not: then it shares its trainer's
         os.setsid()
     os.chdir("/")
     try:
@@ -408,13 +580,13 @@ def _settle(fd: int) -> None:
 
 
 def _be_nice(nice: int) -> None:
-    """Give the calling thread, and threads it starts from now on, at least this nice level."""
-    with contextlib.suppress(OSError):  # it works as well at another level
+    """Set at least this nice level for the calling thread and threads it starts from now on."""
+    with contextlib.suppress(OSError):  # it also works at another level
         os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 def _map_image(fd: int, nbytes: int) -> memoryview | str:
-    """The image behind ``fd``, or why it can't be had."""
+    """Map the image behind ``fd``; return it, or the reason why it failed."""
     try:
         size = os.fstat(fd).st_size
         if size < nbytes:
@@ -425,7 +597,7 @@ def _map_image(fd: int, nbytes: int) -> memoryview | str:
 
 
 def _pidfd(pid: int) -> int:
-    """A descriptor that becomes readable when ``pid`` has ended; -1 where the system has none."""
+    """Return a descriptor that becomes readable when ``pid`` has ended; -1 if the system has none."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):

@@ -1,23 +1,23 @@
-"""Which bytes of an image go where in which file, and which of them O_DIRECT can write. Torch-free, pure."""
+"""Map bytes of an image to ranges of files, and find those that O_DIRECT can write. Torch-free, pure."""
 
 from __future__ import annotations
 
 import mmap
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from holdfast.format.manifest import PAGE_BYTES
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from holdfast.engine.messages import FileRow
 
-ALIGN_BYTES: Final = 4096
-"""What O_DIRECT wants offsets, sizes and memory to be multiples of."""
-TAIL_BYTES: Final = max(ALIGN_BYTES, mmap.PAGESIZE)
-"""The tail of a file goes through the page cache: no page of it may be written around the cache as well."""
+TAIL_BYTES: Final = max(PAGE_BYTES, mmap.PAGESIZE)
+"""The tail of a file is written through the page cache: no page of it may also be written around the cache."""
 
 
 class Range(NamedTuple):
-    """``nbytes`` of the image from ``start`` that go to a file from ``offset`` on."""
+    """``nbytes`` of the image from ``start``, written to a file at ``offset``."""
 
     offset: int
     start: int
@@ -25,10 +25,10 @@ class Range(NamedTuple):
 
 
 class WrittenFile:
-    """One file being written: all of it, or those parts of it that are this rank's.
+    """One file being written: all of it, or this rank's parts of it.
 
-    ``tail`` is what O_DIRECT can't write, the end of a file of odd size: a range of less than a page. Of the rest
-    ``left`` bytes are not written yet; whoever writes the last of them finishes the file: tail, then fsync.
+    tail: what O_DIRECT can't write: the end of a file of odd size, less than a page. left: bytes of the rest not
+    written yet; whoever writes the last of them finishes the file: tail, then fsync.
     """
 
     __slots__ = ("body", "fd", "left", "name", "shared", "size", "tail", "total")
@@ -40,7 +40,7 @@ class WrittenFile:
         self.body: list[Range] = []
         self.tail: Range | None = None
         for row in rows:
-            odd = row.size % TAIL_BYTES if row.size % ALIGN_BYTES else 0
+            odd = row.size % TAIL_BYTES if row.size % PAGE_BYTES else 0
             whole = row.size - odd
             self.body.append(Range(row.offset, row.image_offset, whole))
             if odd:
@@ -50,12 +50,12 @@ class WrittenFile:
 
     @property
     def what(self) -> str:
-        """What is written of it, for messages."""
+        """Describe what is written of the file, for messages."""
         return f"{self.size} bytes of a file of {self.total}" if self.shared else f"{self.size} bytes"
 
 
 def files_of(rows: Sequence[FileRow]) -> list[WrittenFile]:
-    """The files of a plan, those with several parts once."""
+    """Return the files of a plan; a file with several parts is listed once."""
     shared: dict[str, list[FileRow]] = {}
     found: list[list[FileRow]] = []
     for row in rows:

@@ -1,7 +1,7 @@
 """Removes a directory with everything below it, without leaving it through a link. Torch-free.
 
-Guarantees: works on descriptors, so a directory that is swapped for a link meanwhile is not followed; absent is fine;
-goes on after an error and raises the first one. Removal is of trash: what is left is found and removed by a later one.
+Guarantees: works on descriptors, so a directory replaced by a link meanwhile is not followed; a missing entry is fine;
+continues after an error and raises the first one. It removes trash: what is left is found and removed later.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Final
 
-from holdfast.engine.calls import check_name
+from holdfast.engine.syscalls import check_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,7 +22,8 @@ MAX_DEPTH: Final = 64
 def remove_tree_at(dir_fd: int, name: str, *, stopped: Callable[[], bool] = lambda: False) -> None:
     """Remove the entry ``name`` of the directory ``dir_fd``, whatever it is.
 
-    Returns when it is gone, or ``stopped`` says so. Raises `OSError`: the first that kept an entry from being removed.
+    Returns when it is gone or ``stopped`` returns True. Raises `OSError`: the first that kept an entry from being
+    removed.
     """
     check_name(name)
     errors: list[OSError] = []
@@ -32,7 +33,7 @@ def remove_tree_at(dir_fd: int, name: str, *, stopped: Callable[[], bool] = lamb
 
 
 def remove_quickly(dir_fd: int, names: Sequence[str], *, timeout_s: float) -> None:
-    """Remove what can be removed of these entries in ``timeout_s`` seconds; never raises."""
+    """Remove as many of these entries as possible in ``timeout_s`` seconds; never raises."""
     deadline = time.monotonic() + timeout_s
     for name in names:
         with contextlib.suppress(OSError):
@@ -44,7 +45,7 @@ def _remove(dir_fd: int, name: str, stopped: Callable[[], bool], errors: list[OS
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
     except FileNotFoundError:
         return
-    except OSError:  # a file, a link, or a directory we may not read: unlink settles the first two
+    except OSError:  # a file, a link, or an unreadable directory: unlink settles the first two
         _try(lambda: os.unlink(name, dir_fd=dir_fd), errors)
         return
     try:

@@ -1,4 +1,4 @@
-"""Messages and descriptors over a Unix stream socket: framing, and nothing of what they mean. Torch-free.
+"""Framing of messages and descriptors over a Unix stream socket, independent of their meaning. Torch-free.
 
 Guarantees:
 - a frame is at most `MAX_FRAME_BYTES`; a longer one, one that doesn't decode, one with the wrong number of
@@ -6,10 +6,12 @@ Guarantees:
 - no descriptor leaks: one that arrives with a bad frame, or after one, is closed;
 - neither reading nor `Outbox.flush` blocks; `send` blocks no longer than its deadline.
 
-Assumes: both ends are one program on one host (this is no trust boundary; the checks find bugs and torn processes).
+Assumes: both ends are the same program on one host (this is no trust boundary; the checks find bugs and dying
+processes).
 
-Which frame a descriptor belongs to: the kernel never lets one `recvmsg` read past the data it came with, and it comes
-with the first byte of its frame. So it belongs to the last frame that begins within what that `recvmsg` returned.
+Which frame a descriptor belongs to: it comes with the first byte of its frame, and the kernel never lets one `recvmsg`
+read past the data that the descriptor came with. So it belongs to the last frame that begins in what `recvmsg`
+returned.
 """
 
 from __future__ import annotations
@@ -38,49 +40,63 @@ _HEADER: Final = struct.Struct("<I")
 _READ_BYTES: Final = 256 << 10
 _FD_BYTES: Final = array.array("i").itemsize
 _NO_SIGNAL: Final = getattr(socket, "MSG_NOSIGNAL", 0)
-"""A job may have SIGPIPE at its default: to write to an engine that died must not kill the trainer."""
+"""A job may have SIGPIPE at its default: writing to a dead engine must not kill the trainer."""
 _CLOEXEC: Final = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
-FD_COUNT: Final[dict[type, int]] = {messages.AddImage: 1, messages.Persist: 1, messages.Remove: 1}
 ToEngine = (
-    messages.Configure
-    | messages.AddImage
+    messages.AddImage
     | messages.DropImage
     | messages.AddPlan
     | messages.DropPlan
+    | messages.UseCores
     | messages.Persist
+    | messages.SlotFilled
     | messages.StagingVerified
     | messages.Cancel
     | messages.Remove
     | messages.Shutdown
 )
 ToTrainer = (
-    messages.Ready
-    | messages.Beat
+    messages.EngineReady
+    | messages.EngineBeat
+    | messages.SlotFree
     | messages.Persisted
     | messages.Reported
     | messages.Cancelled
-    | messages.Failed
+    | messages.AttemptFailed
     | messages.Removed
     | messages.Notice
 )
 M = TypeVar("M")
+
+
+def fd_count(message: object) -> int:
+    """Return the number of descriptors that ``message`` comes with."""
+    match message:
+        case messages.Persist():
+            return 0 if message.module and message.source is None else 1
+        case messages.Remove():
+            return 0 if message.module else 1
+        case _:
+            return int(isinstance(message, messages.AddImage))
+
+
 _encoder: Final = msgspec.msgpack.Encoder()
 
 
 class FrameError(ConnectionError):
-    """What arrived is no frame of this protocol: the stream can't be read any further."""
+    """The data is no frame of this protocol: the stream is unusable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Received(Generic[M]):
     message: M
     fds: tuple[int, ...]
-    """Owned by whoever takes this: close them."""
+    """The receiver owns and closes them."""
 
 
-def encode(message: messages.Message) -> bytes | bytearray:
-    """The frame of ``message``. Raises `FrameError` if it is larger than `MAX_FRAME_BYTES`."""
+def encode(message: messages.EngineMessage) -> bytes | bytearray:
+    """Return the frame of ``message``. Raises `FrameError` if it is larger than `MAX_FRAME_BYTES`."""
     frame = bytearray(_HEADER.size)
     _encoder.encode_into(message, frame, _HEADER.size)
     nbytes = len(frame) - _HEADER.size
@@ -91,7 +107,7 @@ def encode(message: messages.Message) -> bytes | bytearray:
 
 
 class Inbox(Generic[M]):
-    """Frames as they arrive on a non-blocking socket; ``kind`` is the union of messages to expect."""
+    """Frames from a non-blocking socket; ``kind`` is the union of the expected messages."""
 
     def __init__(self, sock: socket.socket, kind: Any) -> None:
         self._sock = sock
@@ -99,14 +115,14 @@ class Inbox(Generic[M]):
         self._chunk = memoryview(bytearray(_READ_BYTES))
         self._buffer = bytearray()
         self._fds: list[int] = []
-        """Descriptors of the frame that begins the buffer."""
+        """Descriptors of the first frame in the buffer."""
         self._broken = False
 
     def receive(self) -> list[Received[M]] | None:
-        """Whole messages that can be had without waiting; empty if none is whole yet, None at end of file.
+        """Return whole messages available without waiting; empty if there are none, None at end of file.
 
-        One system call. Raises `FrameError` (and closes what descriptors came) when the stream is broken, and
-        `OSError` for what the socket says.
+        Makes one system call. Raises `FrameError` (and closes received descriptors) if the stream is broken, and
+        `OSError` as the socket does.
         """
         if self._broken:
             raise FrameError("the stream was broken before")
@@ -135,7 +151,7 @@ class Inbox(Generic[M]):
         return ready
 
     def close(self) -> None:
-        """Close descriptors of a frame that will never be whole; the socket is its owner's."""
+        """Close descriptors of an incomplete frame; the socket belongs to its owner."""
         close_fds(self._fds)
         self._buffer.clear()
 
@@ -145,7 +161,7 @@ class Inbox(Generic[M]):
         old_end = len(self._buffer)
         self._buffer += self._chunk[:nbytes]
         at = 0
-        starts: list[tuple[int, int | None]] = []  # where each frame begins, and where it ends if it is whole
+        starts: list[tuple[int, int | None]] = []  # where each frame begins, and where it ends if complete
         while at < len(self._buffer):
             end = self._frame_end(at)
             starts.append((at, end))
@@ -172,7 +188,7 @@ class Inbox(Generic[M]):
             return None
         (nbytes,) = _HEADER.unpack_from(self._buffer, start)
         if nbytes > MAX_FRAME_BYTES:
-            raise FrameError(f"a frame of {nbytes} bytes is announced; {MAX_FRAME_BYTES} is the most")
+            raise FrameError(f"a frame of {nbytes} bytes is announced; the limit is {MAX_FRAME_BYTES}")
         end: int = start + _HEADER.size + nbytes
         return end if end <= len(self._buffer) else None
 
@@ -183,7 +199,7 @@ class Inbox(Generic[M]):
         except BaseException:
             close_fds(fds)
             raise
-        expected = FD_COUNT.get(type(message), 0)
+        expected = fd_count(message)
         if len(fds) != expected:
             came = len(fds)
             close_fds(fds)
@@ -192,7 +208,7 @@ class Inbox(Generic[M]):
 
 
 class Outbox:
-    """Messages on their way out of a thread that must not block. For one thread; see `Engine.post` for others."""
+    """Outgoing messages of a thread that must not block. For one thread; see `Engine.post` for others."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -201,11 +217,11 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def put(self, message: messages.Message) -> None:
+    def put(self, message: messages.EngineMessage) -> None:
         self._queue.append(memoryview(encode(message)))
 
     def flush(self) -> None:
-        """Send what the socket takes now. Raises `OSError` when the other end is gone."""
+        """Send what the socket accepts now. Raises `OSError` if the other end is gone."""
         while self._queue:
             try:
                 sent = self._sock.send(self._queue[0], _NO_SIGNAL)
@@ -218,14 +234,14 @@ class Outbox:
                 self._queue.popleft()
 
 
-def send(sock: socket.socket, message: messages.Message, fds: Sequence[int] = (), *, timeout_s: float) -> None:
+def send(sock: socket.socket, message: messages.EngineMessage, fds: Sequence[int] = (), *, timeout_s: float) -> None:
     """Send one message with its descriptors on a non-blocking socket; the caller keeps (and closes) ``fds``.
 
-    Returns when the kernel has all of it. Raises `TimeoutError` when the other end did not take it in time (the stream
-    is then torn: give it up), `FrameError` when the message is too large (nothing was sent), `OSError` otherwise.
-    Threads: one sender at a time.
+    Returns when the kernel has all of it. Raises `TimeoutError` if the other end did not read it in time (the stream is
+    then unusable), `FrameError` if the message is too large (nothing was sent), `OSError` otherwise. One sender at a
+    time.
     """
-    assert len(fds) == FD_COUNT.get(type(message), 0)
+    assert len(fds) == fd_count(message)
     rest = memoryview(encode(message))
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     deadline = time.monotonic() + timeout_s
@@ -237,7 +253,7 @@ def send(sock: socket.socket, message: messages.Message, fds: Sequence[int] = ()
         except (BlockingIOError, InterruptedError):
             left = deadline - time.monotonic()
             if left <= 0:
-                raise TimeoutError(f"{type(message).__name__} was not taken within {timeout_s:g} s") from None
+                raise TimeoutError(f"{type(message).__name__} was not received within {timeout_s:g} s") from None
             waiter.poll(left * 1000)
             continue
         rest = rest[sent:]
@@ -245,7 +261,7 @@ def send(sock: socket.socket, message: messages.Message, fds: Sequence[int] = ()
 
 
 def close_fds(fds: list[int] | tuple[int, ...]) -> None:
-    """Close descriptors; a list is emptied, so that none is closed twice."""
+    """Close descriptors; empty a list, so that none is closed twice."""
     for fd in fds:
         with contextlib.suppress(OSError):
             os.close(fd)

@@ -1,6 +1,6 @@
-"""Hugging Face exports: which tensors a directory of them has, where their bytes come from, and who writes which.
+"""Export a state or checkpoint as a Hugging Face directory.
 
-What users need by name are the rules of key maps. Importing this loads no torch: each name is loaded when it is used.
+The names exported here for users are the rules of key maps. Importing this loads no torch: names are loaded on use.
 """
 
 from __future__ import annotations
@@ -9,14 +9,40 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.export.hf_default import HFDefault
-    from holdfast.export.reshaping import Fuse, Narrow, Split, SplitExperts, StackExperts, Transpose
-    from holdfast.export.rules import AddPrefix, Cast, Drop, DropTied, Fp8, Rename, StripPrefix
+    from holdfast.keymap.hf_default import HFDefault
+    from holdfast.keymap.rules import (
+        AddPrefix,
+        Cast,
+        Drop,
+        DropTied,
+        Fp8,
+        Fuse,
+        Narrow,
+        Rename,
+        Split,
+        SplitExperts,
+        StackExperts,
+        StripPrefix,
+        Transpose,
+    )
 
 _HOME = {
-    "holdfast.export.hf_default": ("HFDefault",),
-    "holdfast.export.reshaping": ("Fuse", "Narrow", "Split", "SplitExperts", "StackExperts", "Transpose"),
-    "holdfast.export.rules": ("AddPrefix", "Cast", "Drop", "DropTied", "Fp8", "Rename", "StripPrefix"),
+    "holdfast.keymap.hf_default": ("HFDefault",),
+    "holdfast.keymap.rules": (
+        "AddPrefix",
+        "Cast",
+        "Drop",
+        "DropTied",
+        "Fp8",
+        "Fuse",
+        "Narrow",
+        "Rename",
+        "Split",
+        "SplitExperts",
+        "StackExperts",
+        "StripPrefix",
+        "Transpose",
+    ),
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names}
 

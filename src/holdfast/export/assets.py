@@ -1,4 +1,4 @@
-"""What goes into an export beside the weights: configuration, tokenizer, processor, chat templates, custom code.
+"""Collect the files of an export beside the weights: configuration, tokenizer, processor, chat templates, custom code.
 
     collect_assets("path/of/source/model")                   its files that are no weights
     collect_assets([config, processor], tokenizer)           what their ``save_pretrained`` writes
@@ -16,18 +16,288 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import re
+import stat
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final
 
 from holdfast.errors import ConfigError, StorageError
-from holdfast.export.hf_layout import ADAPTER_CONFIG_NAME, SUFFIX
-from holdfast.export.source_files import FILE_BYTES_MAX, LeftOut, read_file, scan_directory, why_no_path
-from holdfast.format.safetensors_header import INDEX_NAME, TORCH_CODES
+from holdfast.export.layout import ADAPTER_CONFIG_NAME, SUFFIX
+from holdfast.format.manifest import MANIFEST_NAME
+from holdfast.format.safetensors import INDEX_NAME, TORCH_CODES
+from holdfast.storage.files import PLAIN_FLAGS
+from holdfast.validation import absolute
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+# Select the files of a model's directory that belong into an export: configurations, tokenizer files, chat templates
+# and custom code, also in subdirectories. Left out, each with its reason:
+#
+#     weights       of any format, by name or by their first bytes; their indexes; optimizer states; archives
+#     secrets       keys, tokens, ``.env``, ``.ssh``, by name, by the target of a link, or by their first bytes
+#     hidden files  ``.git``, ``.cache``, ``.gitattributes``: readers of a model ignore them
+#     leftovers     ``__pycache__``, temporary files of editors and downloads, checkpoints of a trainer
+#     not files     dangling links, links to directories, pipes, devices; names that a manifest can't hold
+#
+# A link to a plain file counts as that file, as in snapshots of the Hugging Face cache. No directory is entered through
+# a link, only plain files are opened, and opening never waits.
+
+_log = logging.getLogger("holdfast")
+
+FILE_BYTES_MAX: Final = 256 << 20
+"""Maximum size of an asset: the largest tokenizers are a tenth of this; larger files hold weights or data."""
+FILES_MAX: Final = 4096
+ENTRIES_MAX: Final = 65_536
+TOTAL_BYTES_MAX: Final = 1 << 30
+COMPONENTS_MAX: Final = 2
+"""Maximum number of components of a path in an export: a file, or a file in a directory."""
+HEAD_BYTES: Final = 264
+
+_NEEDED: Final = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
+"""Suffixes of files that readers open: an export might not load without one, so none is skipped for its size."""
+_WEIGHTS: Final = re.compile(
+    r".*\.(7z|bin|caffemodel|ckpt|dduf|dill|distcp|engine|ggml|gguf|h5|hdf5|jit|joblib|keras|llamafile|mar|mlmodel"
+    r"|mlpackage|mnn|msgpack|nemo|npy|npz|om|onnx|onnx_data|ort|ot|params|pb|pdiparams|pdmodel|pdopt|pdparams|pickle|pkl"
+    r"|plan|pt|pt2|pte|pth|ptl|rknn|safetensors|t7|tar|tflite|tgz|torchscript|trt|weights|wts|zip)"
+    r"(\.(\d+|bak|bz2|gz|lz4|old|orig|xz|zst))?"
+    r"|.*\.(ckpt|distcp|gguf|h5|msgpack|onnx|pth|safetensors|tar)[.~].*"  # with more behind: model.safetensors.part
+)
+_WEIGHT_NAMES: Final = re.compile(
+    r"consolidated.*|checkpoint|.*\.index(\.[^.]+)?\.json|.*\.index|.*-\d{5}-of-\d{5}(\..*)?|.*\.ckpt-.*|.*\.onnx[._]data.*"
+    r"|openvino_.*\.xml|events\.out\.tfevents.*"
+)
+_OURS: Final = re.compile(rf"{re.escape(MANIFEST_NAME)}|.*\.report", re.DOTALL)
+_SECRETS: Final = re.compile(
+    r"id_(rsa|dsa|ecdsa|ed25519)(_sk)?(\..*)?|.*\.(pem|key|p12|pfx|jks|keystore|kdbx|ppk|env|netrc)"
+    r"|_?netrc|authorized_keys|known_hosts|htpasswd|kubeconfig|stored_tokens|(hf_|hub_|api_|access_)?token(\.txt)?"
+    r"|service[_-]?account.*\.json"
+    r"|(?!.*\.py$)(.*[._-])?(api[_-]?keys?|credentials?|passwd|passwords?|private[_-]?key|secrets?)([._-].*)?"
+)
+_SECRET_DIRECTORIES: Final = frozenset(
+    (".ssh", ".gnupg", ".aws", ".kube", ".docker", ".git", ".azure", ".password-store")
+)
+_LEAVINGS: Final = re.compile(
+    r"__pycache__|thumbs\.db|desktop\.ini|.*~|.*\.(pyc|pyo|swp|lock|tmp|temp|part|partial|incomplete)|checkpoint-\d+"
+    r"|global_step\d+|wandb|mlruns|lightning_logs|node_modules|venv"
+)
+_MAGICS: Final = (b"GGUF", b"ggml", b"lmgg", b"fmgg", b"tjgg", b"\x89HDF\r\n\x1a\n", b"PK\x03\x04", b"\x93NUMPY")
+_A_WEIGHT: Final = "it holds weights, or says where they are"
+_PRIVATE: Final = "it may be a secret"
+_HIDDEN: Final = "it is hidden"
+_LEFT_BEHIND: Final = "it is no part of a model"
+_NO_FILE: Final = "it is no plain file"
+_OUR_OWN: Final = "its name is one of Holdfast's own"
+_EXPECTED: Final = frozenset((_A_WEIGHT, _HIDDEN, _LEFT_BEHIND, _OUR_OWN))
+"""Reasons that are not logged; for all others the log says that a file was left out."""
+_NO_NAME: Final = re.compile(r"[\\\x00-\x1f\x7f]")
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFile:
+    """A file to take: ``path`` below the directory, with slashes; ``source`` where its bytes are, links resolved."""
+
+    path: str
+    source: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A file that is not taken from a directory, and why."""
+
+    path: str
+    why: str
+
+
+def scan_directory(directory: str) -> tuple[list[FoundFile], list[LeftOut]]:
+    """The files of ``directory`` that are no weights, sorted by path, and what was left out of them.
+
+    Raises:
+        ConfigError: more than a model's directory holds, or a file that a reader needs is larger than 256 MiB.
+        StorageError: a directory or a file that would be taken can't be read.
+    """
+    root = os.path.realpath(directory)
+    found: list[FoundFile] = []
+    left: list[LeftOut] = []
+    nbytes = 0
+    for seen, (path, entry) in enumerate(_entries(root, "", left)):
+        if seen >= ENTRIES_MAX:
+            raise _too_much(root, f"more than {ENTRIES_MAX:,} entries")
+        file = _judge(path, entry)
+        if isinstance(file, LeftOut):
+            left.append(file)
+        else:
+            found.append(file)
+            nbytes += file.size
+        if len(found) > FILES_MAX or nbytes > TOTAL_BYTES_MAX:
+            what = f"{len(found):,} files or more that are no weights, of {nbytes:,} bytes"
+            raise _too_much(root, f"{what} (there may be {FILES_MAX:,}, of {TOTAL_BYTES_MAX:,} bytes)")
+    for item in left:
+        level = logging.DEBUG if item.why in _EXPECTED else logging.WARNING
+        _log.log(level, "%s is left out of the export: %s", os.path.join(root, item.path), item.why)
+    return sorted(found, key=lambda file: file.path), sorted(left, key=lambda item: item.path)
+
+
+def why_no_path(path: str) -> str | None:
+    """Why ``path`` can't be one of a file in an export; None if it can."""
+    parts = path.split("/")
+    if any(part in ("", ".", "..") for part in parts):
+        return "it leads out of the export"
+    if any(part.startswith(".") for part in parts):
+        return _HIDDEN
+    try:
+        fits = all(len(part.encode()) <= 255 for part in parts)
+    except UnicodeEncodeError:
+        fits = False
+    if not fits or _NO_NAME.search(path):
+        return "its name is no plain text"
+    if len(parts) > COMPONENTS_MAX:
+        return "it lies below more than one directory"
+    if _OURS.fullmatch(path):
+        return _OUR_OWN
+    return None
+
+
+def read_file(source: str, size: int) -> bytes:
+    """A plain file that was ``size`` bytes long when it was looked at. Raises `StorageError`."""
+    try:
+        fd = os.open(source, PLAIN_FLAGS)
+        with os.fdopen(fd, "rb") as file:
+            status = os.fstat(fd)
+            if stat.S_ISREG(status.st_mode) and status.st_size == size:
+                data = file.read(size + 1)
+                if len(data) == size:
+                    return data
+    except OSError as error:
+        raise _refused(source, error) from error
+    raise StorageError(
+        f"{source} was a plain file of {size:,} bytes when the export was planned and has changed since; export again",
+        path=source,
+        errno=None,
+    )
+
+
+# the walk ------------------------------------------------------------------------------------------------------
+
+
+def _entries(root: str, below: str, left: list[LeftOut]) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Yield relevant entries of a directory and its subdirectories; append the others to ``left``."""
+    try:
+        with os.scandir(os.path.join(root, below)) as entries:
+            here = sorted(islice(entries, ENTRIES_MAX + 1), key=lambda entry: entry.name)
+    except OSError as error:
+        raise _refused(os.path.join(root, below), error) from error
+    for entry in here:
+        path = f"{below}/{entry.name}" if below else entry.name
+        if not entry.is_dir(follow_symlinks=False):
+            yield path, entry
+            continue
+        why = why_no_path(f"{path}/x") or _why_not_by_name(entry.name)
+        if why is not None:
+            left.append(LeftOut(path, why))
+        else:
+            yield from _entries(root, path, left)
+
+
+def _judge(path: str, entry: os.DirEntry[str]) -> FoundFile | LeftOut:
+    why = why_no_path(path) or _why_not_by_name(entry.name)
+    if why is not None:
+        return LeftOut(path, why)
+    source = entry.path
+    try:
+        if entry.is_symlink():
+            try:
+                source = os.path.realpath(source, strict=True)
+            except OSError:
+                return LeftOut(path, "it is a link that leads nowhere")
+            why = _why_not_by_target(source)
+            if why is not None:
+                return LeftOut(path, why)
+        status = os.lstat(source)
+        if not stat.S_ISREG(status.st_mode):
+            return LeftOut(path, _NO_FILE)
+        why = _why_not_by_content(source, status.st_size)
+    except OSError as error:
+        raise _refused(entry.path, error) from error
+    if why is not None:
+        return LeftOut(path, why)
+    if status.st_size <= FILE_BYTES_MAX:
+        return FoundFile(path, source, status.st_size)
+    too_large = f"it has {status.st_size:,} bytes, and files beside the weights may have {FILE_BYTES_MAX:,}"
+    if entry.name.lower().endswith(_NEEDED):
+        raise ConfigError(
+            f"{entry.path} can't go into an export: {too_large}; the model may not load without "
+            "it, so it can't be skipped: pass a directory with the real file",
+            field="assets",
+        )
+    return LeftOut(path, too_large)
+
+
+def _why_not_by_name(name: str) -> str | None:
+    low = name.lower()
+    if _WEIGHTS.fullmatch(low) or _WEIGHT_NAMES.fullmatch(low):
+        return _A_WEIGHT
+    if _SECRETS.fullmatch(low):
+        return _PRIVATE
+    if _LEAVINGS.fullmatch(low):
+        return _LEFT_BEHIND
+    return None
+
+
+def _why_not_by_target(target: str) -> str | None:
+    """Return why the target of a link is left out, judged by its own name as well."""
+    parts = target.split("/")
+    if parts[1] in ("proc", "sys", "dev"):
+        return _NO_FILE
+    if parts[-1].startswith(".") or _SECRET_DIRECTORIES.intersection(parts):
+        return _PRIVATE
+    if os.path.isdir(target):
+        return "it is a link to a directory"
+    return _why_not_by_name(parts[-1])
+
+
+def _why_not_by_content(source: str, size: int) -> str | None:
+    """Weights under a name that doesn't say so, and private keys, by how they begin."""
+    fd = os.open(source, PLAIN_FLAGS)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return _NO_FILE
+        head = os.pread(fd, HEAD_BYTES, 0)
+    finally:
+        os.close(fd)
+    if head.startswith(b"-----BEGIN ") and b"PRIVATE KEY" in head:
+        return _PRIVATE
+    pickled = len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5
+    header = int.from_bytes(head[:8], "little")
+    safetensors = head[8:9] == b"{" and 2 <= header <= size - 8
+    if head.startswith(_MAGICS) or pickled or safetensors or head[257:262] == b"ustar":
+        return "it begins like a file of weights"
+    return None
+
+
+def _too_much(root: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"{root} holds {what}: that is more than one model; pass the directory that contains "
+        "config.json, without files that don't belong to the model",
+        field="assets",
+    )
+
+
+def _refused(path: str, error: OSError) -> StorageError:
+    return StorageError(
+        f"{path} could not be read: {error.strerror}; it is needed for the export: check the path and its permissions",
+        path=path,
+        errno=error.errno,
+    )
+
 
 CONFIG_NAME: Final = "config.json"
 GENERATION_CONFIG_NAME: Final = "generation_config.json"
@@ -60,7 +330,7 @@ class Asset:
 
 @dataclass(frozen=True, slots=True)
 class AssetSet:
-    """What lies beside the weights, sorted by path, and what of the source directories does not."""
+    """Files beside the weights, sorted by path, and those that were left out of the source directories."""
 
     files: tuple[Asset, ...] = ()
     left_out: tuple[LeftOut, ...] = ()
@@ -89,8 +359,8 @@ class AssetSet:
         both = sorted(set(self.paths).intersection(names))
         if both:
             raise ConfigError(
-                f"the assets bring {', '.join(both[:8])}, and the export writes files of these names itself; leave "
-                "them out of the assets",
+                f"the assets contain {', '.join(both[:8])}, but the export writes files of these names "
+                "itself; leave them out of the assets",
                 field="assets",
             )
 
@@ -163,13 +433,13 @@ def _several(assets: object) -> list[object]:
             continue
         if _is_instance(item, "torch.nn", "Module"):
             raise ConfigError(
-                f"a {type(item).__name__} is no asset: it would bring its weights; pass it as the model, or its config "
-                "as an asset",
+                f"a {type(item).__name__} can't be an asset, because it would add its weights; pass it "
+                "as the model, or pass its config as an asset",
                 field="assets",
             )
         if not _can_save(item):
             raise ConfigError(
-                f"{item!r:.200} is no asset: give the directory of a model, an object with save_pretrained (a "
+                f"{item!r:.200} is not an asset; pass the directory of a model, an object with save_pretrained (a "
                 "transformers config, tokenizer or processor), or a list of these",
                 field="assets",
             )
@@ -181,7 +451,7 @@ def _can_save(item: object) -> bool:
 
 
 def _is_instance(value: object, module: str, name: str) -> bool:
-    """Whether ``value`` is of a class that only who has imported ``module`` can have an object of."""
+    """Return True if ``value`` is an instance of a class of ``module``, without importing the module."""
     known = getattr(sys.modules.get(module), name, None)
     return isinstance(known, type) and isinstance(value, known)
 
@@ -195,7 +465,7 @@ def _dtype_name(dtype: object) -> str | None:
         return None
     name = str(dtype).removeprefix("torch.")
     if name not in TORCH_CODES:
-        raise ConfigError(f"{dtype!r:.80} is no element type that an export can have", field="dtype")
+        raise ConfigError(f"{dtype!r:.80} is not an element type that can be exported", field="dtype")
     return name
 
 
@@ -203,7 +473,7 @@ def _base_model(model: object) -> Any:
     """The model inside of what ``torch.compile``, DDP and PEFT put around it."""
     if model is None or not _is_instance(model, "torch.nn", "Module"):
         return model
-    from holdfast.export.hf_default import unwrapped
+    from holdfast.keymap.hf_default import unwrapped
 
     inner = unwrapped(model)
     for _ in range(4):  # an adapter may be around another
@@ -222,8 +492,9 @@ def _from_directory(directory: str | os.PathLike[str], *, needs_config: bool) ->
     if needs_config and not os.path.isfile(config):
         dangling = ": it is a link that leads nowhere" if os.path.islink(config) and not os.path.exists(config) else ""
         raise ConfigError(
-            f"{path} has no {CONFIG_NAME}{dangling}, so nobody could load the export; give the directory of a model "
-            "(of one in a Hugging Face cache, the snapshots/… below it); files of a tokenizer go into `tokenizer`",
+            f"{path} has no {CONFIG_NAME}{dangling}, so the export could not be loaded; pass the "
+            "directory of a model (in a Hugging Face cache, the snapshots/… directory below it); "
+            "pass files of a tokenizer as `tokenizer`",
             field="assets",
         )
     found, left = scan_directory(path)
@@ -236,7 +507,7 @@ def _existing(directory: str | os.PathLike[str], name: str) -> str:
         raise ConfigError(
             f"{text}: {name} are read from a directory; object stores are not in this release", field=name
         )
-    path = os.path.abspath(text)
+    path = absolute(text)
     if not os.path.isdir(path):
         what = "is a file" if os.path.isfile(path) else "doesn't exist"
         raise ConfigError(
@@ -257,7 +528,7 @@ def _held(path: str, source: str, size: int) -> Asset:
 
 
 def _saved(item: Any, argument: str) -> dict[str, Asset]:
-    """What ``item.save_pretrained`` writes."""
+    """Collect the files that ``item.save_pretrained`` writes."""
     with _temporary() as directory:
         _save(item, directory, argument)
         return _all_of(directory, type(item).__name__)
@@ -269,7 +540,7 @@ def _temporary() -> tempfile.TemporaryDirectory[str]:
     except OSError as error:
         where = tempfile.gettempdir() if tempfile.tempdir else "the temporary directory"
         raise StorageError(
-            f"{where} can't be written to: {error.strerror}; set TMPDIR to a directory with some room",
+            f"{where} can't be written to: {error.strerror}; set TMPDIR to a directory with free space",
             path=str(where),
             errno=error.errno,
         ) from error
@@ -280,7 +551,7 @@ def _save(item: Any, directory: str, argument: str) -> None:
         item.save_pretrained(directory)
     except OSError as error:
         raise StorageError(
-            f"{type(item).__name__} could not be saved to {directory}: {error}; there may be no room left",
+            f"{type(item).__name__} could not be saved to {directory}: {error}; the disk may be full",
             path=directory,
             errno=error.errno,
         ) from error
@@ -325,7 +596,7 @@ def _prepared(item: Any, dtype: str | None, model: Any) -> Any:
 
 
 def _from_model(model: Any, dtype: str | None) -> dict[str, Asset]:
-    """What ``model.save_pretrained`` writes beside the weights."""
+    """Collect the files that ``model.save_pretrained`` writes beside the weights."""
     config = copy.deepcopy(model.config)
     _describe(config, model, dtype)
     with _temporary() as directory:
@@ -358,8 +629,8 @@ def _adapter_config(model: Any, adapter: bool | str) -> Any:  # noqa: FBT001 - a
     configs = getattr(model, "peft_config", None)
     if not isinstance(configs, Mapping) or not configs:
         raise ConfigError(
-            f"an export of an adapter needs its {ADAPTER_CONFIG_NAME}: give the model that has the adapter, or its "
-            "PEFT configuration among the assets",
+            f"an export of an adapter needs its {ADAPTER_CONFIG_NAME}: pass the model that has the "
+            "adapter, or its PEFT configuration among the assets",
             field="assets",
         )
     names = [adapter] if isinstance(adapter, str) else [*configs] if len(configs) == 1 else _active(model)
@@ -401,7 +672,8 @@ def _with_tokenizer(files: dict[str, Asset], tokenizer: object, left: list[LeftO
         brought = _saved(tokenizer, "tokenizer")
     else:
         raise ConfigError(
-            f"{tokenizer!r:.200} is no tokenizer: give an object with save_pretrained, or a directory with its files",
+            f"{tokenizer!r:.200} is not a tokenizer; pass an object with save_pretrained, or a "
+            "directory with its files",
             field="tokenizer",
         )
     others = {path: asset for path, asset in files.items() if not _TOKENIZER_FILES.fullmatch(path)}
@@ -415,7 +687,7 @@ def _revised(asset: Asset, dtype: str | None, updates: Mapping[str, Any]) -> Ass
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{CONFIG_NAME} among the assets isn't JSON: {error}", field="assets") from error
     if not isinstance(document, dict):
-        raise ConfigError(f"{CONFIG_NAME} among the assets holds no JSON object", field="assets")
+        raise ConfigError(f"{CONFIG_NAME} among the assets is not a JSON object", field="assets")
     changes = dict(updates)
     for key in ("dtype", "torch_dtype"):  # its name of today, and before transformers 5
         if dtype is not None and key in document and document[key] != dtype:

@@ -1,19 +1,20 @@
-"""The export plan: which rank writes which bytes of which file, and what every rank copies, sends and receives for it.
+"""Plan an export: which rank writes which bytes of which file, and what every rank copies, sends and receives.
 
     plan = plan_export(layout.files, mapping, sources, world=8)
     mine = plan.rank(3)
 
-Every block of 1 MiB of every file has one owner (``export.ownership``), whose export image holds it. An element that
-the owner holds is copied there from its own memory; any other is sent by one of the ranks that hold it, cast before it
-travels. What two ranks have for one another is a stream of bytes, cut into as many rounds as it takes for nobody to
-send and receive more than a bucket in one of them (``export.rounds``).
+Every 1 MiB block of every file has one owner (`share_blocks`), whose export image holds it; where files are written
+whole, as on object stores, every file has one (`share_files`). Elements that the owner
+holds are copied there from its own memory; others are cast and sent by one of the ranks that hold them. The bytes that
+one rank sends to another are a stream, cut into as many rounds as needed for no rank to send or receive more than a
+bucket in a round (``export.rank_plan``).
 
 Guarantees: pure and deterministic: ranks that plan from equal arguments agree. Every byte of every file is written by
-one rank; every element comes from one. Carrying the plan out takes a rank's export image and at most
-`BUFFER_BYTES_MAX` of memory. What does not fit together (a tensor of a file that nobody maps, a part of a source that
-nobody holds, ...) is a `ConfigError` that names it.
-Assumes: the moves of a tensor fill it exactly once (``export.moves.first_defect``).
-Does not: look at data or memory (``export.fill``), talk to anyone (``export.exchange``).
+one rank; every element comes from one. Executing the plan needs a rank's export image and at most `BUFFER_BYTES_MAX` of
+memory. Inconsistent input (a tensor of a file that is not mapped, a part of a source that no rank holds, ...) is a
+`ConfigError` that names it.
+Assumes: the moves of a tensor fill it exactly once (``keymap.moves.first_defect``).
+Does not: look at data or memory (``export.transfer``), communicate (``export.transfer``).
 """
 
 from __future__ import annotations
@@ -21,28 +22,242 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from math import prod
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from holdfast.dtypes import ITEMSIZE
 from holdfast.errors import ConfigError
-from holdfast.export.grids import Grid, by_rows, grids_of
-from holdfast.export.ownership import BLOCK_BYTES, Owned, Span, share_blocks
-from holdfast.export.rank_plan import BUCKETS, Part, RankPlan, RankWork, plan_rank
-from holdfast.export.rounds import Leg, Pair, Stream, round_count, target_part
-from holdfast.export.sources import Holdings, Memory, Piece, Source, check_source
+from holdfast.export.fp8_grids import Grid, by_rows, grids_of
+from holdfast.export.rank_plan import (
+    BUCKETS,
+    BufferRegion,
+    Holdings,
+    OwnedRange,
+    Pair,
+    RankExportPlan,
+    RankWork,
+    SourceBox,
+    SourceTensor,
+    Stream,
+    TransferItem,
+    check_source,
+    plan_rank,
+    round_count,
+    target_part,
+)
+from holdfast.format.manifest import PAGE_BYTES
 from holdfast.plan.write import round_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from holdfast.boxes import Box
-    from holdfast.export.moves import KeyMapping, MappedTensor, Move
+    from holdfast.keymap.moves import KeyMapping, MappedTensor, Move
+
+
+# Assign each 1 MiB block of a file to the rank that holds most of its bytes, so that bytes on one rank only are never
+# sent. If several ranks hold (nearly) as much, such as replicas, they share the blocks evenly in runs as long as
+# possible; blocks that no rank holds are shared by all. Cost grows with the number of spans, not of blocks.
+
+BLOCK_BYTES: Final = 1 << 20
+_NEARLY: Final = (3, 4)
+"""A rank that holds at least this fraction of the maximum may own the block as well: with 34, 34 and 32 of a
+hundred columns, three ranks share it, not two.
+"""
+_GRAINS: Final = 32
+"""Shared runs are not cut finer than this fraction of a rank's share, since each cut adds transfers."""
+
+
+class Span(NamedTuple):
+    """``nbytes`` bytes, spread evenly over ``start`` to ``stop`` of a file, that each of ``ranks`` holds."""
+
+    start: int
+    stop: int
+    nbytes: int
+    ranks: tuple[int, ...]
+
+
+class Run(NamedTuple):
+    """Consecutive blocks of one file that any of ``ranks`` may own."""
+
+    file: int
+    first: int
+    blocks: int
+    ranks: tuple[int, ...]
+
+
+class Owned(NamedTuple):
+    """Consecutive blocks of one file that ``owner`` alone writes; as long as they can be."""
+
+    file: int
+    first: int
+    blocks: int
+    owner: int
+
+
+def share_blocks(
+    files: Sequence[tuple[int, Iterable[Span]]], world: int, block_bytes: int = BLOCK_BYTES
+) -> list[Owned]:
+    """Give every block of every file (size in bytes, who holds what of it) to one of ``world`` ranks, in order."""
+    everyone = tuple(range(world))
+    runs = [
+        run for number, (size, spans) in enumerate(files) for run in _runs(number, size, spans, everyone, block_bytes)
+    ]
+    loads = [0] * world
+    shared: list[Run] = []
+    owned: list[Owned] = []
+    for run in runs:
+        if len(run.ranks) == 1:
+            loads[run.ranks[0]] += run.blocks
+            owned.append(Owned(run.file, run.first, run.blocks, run.ranks[0]))
+        else:
+            shared.append(run)
+    grain = max(1, sum(run.blocks for run in runs) // (world * _GRAINS))
+    for run in sorted(shared, key=lambda run: (-run.blocks, run.file, run.first)):
+        first = run.first
+        for rank, count in _fill_up(run.blocks, run.ranks, loads, grain):
+            loads[rank] += count
+            owned.append(Owned(run.file, first, count, rank))
+            first += count
+    owned.sort()
+    return _joined(owned)
+
+
+def _joined(owned: Iterable[Owned]) -> list[Owned]:
+    joined: list[Owned] = []
+    for item in owned:
+        last = joined[-1] if joined else None
+        if last is not None and last.owner == item.owner and (last.file, last.first + last.blocks) == item[:2]:
+            joined[-1] = last._replace(blocks=last.blocks + item.blocks)
+        else:
+            joined.append(item)
+    return joined
+
+
+def _fill_up(count: int, ranks: Sequence[int], loads: Sequence[int], grain: int) -> list[tuple[int, int]]:
+    """Share out ``count`` blocks so that loads come as near to one another as they can: (rank, blocks), ranks rising.
+
+    Only as many ranks take part as get ``grain`` blocks each, the least loaded ones.
+    """
+    parts = max(1, min(len(ranks), count // grain))
+    if parts == 1:
+        return [(min(ranks, key=lambda rank: (loads[rank], rank)), count)]
+    lowest = sorted(ranks, key=lambda rank: (loads[rank], rank))[:parts]
+    used = 0
+    room = 0  # blocks that lift the first `used` ranks to the level of the last of them
+    while used < parts:
+        more = (loads[lowest[used]] - loads[lowest[used - 1]]) * used if used else 0
+        if room + more > count:
+            break
+        room += more
+        used += 1
+    each, rest = divmod(count - room, used)
+    level = loads[lowest[used - 1]] + each
+    shares = [(rank, level - loads[rank] + (place < rest)) for place, rank in enumerate(lowest[:used])]
+    return sorted((rank, blocks) for rank, blocks in shares if blocks)
+
+
+def share_files(
+    files: Sequence[tuple[int, Mapping[tuple[int, ...], int]]], world: int, block_bytes: int = BLOCK_BYTES
+) -> list[Owned]:
+    """Give every file whole to one of ``world`` ranks, so that little is sent and none writes much more than others.
+
+    files: of each its size in bytes, and how many of them which ranks hold. A file goes to the rank that
+    holds most of it (of those that hold nearly as much, the least loaded), but not to one that already owns an even
+    share of all bytes: so no rank owns more than that and one file.
+    """
+    total = sum(size for size, _ in files)
+    loads = [0] * world
+    owned: list[Owned] = []
+    part, of = _NEARLY
+    for number, (size, held) in sorted(enumerate(files), key=lambda file: (-file[1][0], file[0])):
+        if not size:
+            break
+        has: dict[int, int] = defaultdict(int)
+        for ranks, nbytes in held.items():
+            for rank in ranks:
+                has[rank] += nbytes
+        most = max(has.values(), default=0)
+        near = {rank: most if nbytes * of >= most * part else nbytes for rank, nbytes in has.items()}
+        free = (rank for rank in range(world) if loads[rank] * world < total)
+        owner = min(free, key=lambda rank: (-near.get(rank, 0), loads[rank], rank))
+        loads[owner] += size
+        owned.append(Owned(number, 0, -(-size // block_bytes), owner))
+    return sorted(owned)
+
+
+# Who may own a block -------------------------------------------------------------------------------------------
+
+
+def _runs(file: int, size: int, spans: Iterable[Span], everyone: tuple[int, ...], block_bytes: int) -> list[Run]:
+    """The blocks of one file in runs of equal candidates."""
+    blocks = -(-size // block_bytes)
+    begins: dict[int, list[Span]] = defaultdict(list)
+    ends: dict[int, list[Span]] = defaultdict(list)
+    edges: dict[int, dict[tuple[int, ...], int]] = {}
+    """Bytes that spans hold of blocks they don't fill."""
+    for span in spans:
+        first, last = -(-span.start // block_bytes), span.stop // block_bytes
+        if first < last:
+            begins[first].append(span)
+            ends[last].append(span)
+        for start, stop in _ragged(span, first, last, block_bytes):
+            edge = edges.setdefault(start // block_bytes, {})
+            held = span.nbytes * (stop - start) // (span.stop - span.start)
+            edge[span.ranks] = edge.get(span.ranks, 0) + held
+    cuts = sorted({0, blocks, *begins, *ends, *edges, *(block + 1 for block in edges)})
+    found: list[Run] = []
+    active: dict[tuple[int, ...], int] = {}
+    """Bytes of every block, by the ranks that hold them."""
+    for start, stop in pairwise(cuts):
+        for span in ends.get(start, ()):
+            left = active[span.ranks] - _per_block(span, block_bytes)
+            if left:
+                active[span.ranks] = left
+            else:
+                del active[span.ranks]
+        for span in begins.get(start, ()):
+            active[span.ranks] = active.get(span.ranks, 0) + _per_block(span, block_bytes)
+        ranks = _candidates(active, edges.get(start, {})) or everyone
+        if found and found[-1].ranks == ranks:
+            found[-1] = found[-1]._replace(blocks=found[-1].blocks + stop - start)
+        else:
+            found.append(Run(file, start, stop - start, ranks))
+    return found
+
+
+def _per_block(span: Span, block_bytes: int) -> int:
+    return max(1, span.nbytes * block_bytes // (span.stop - span.start))
+
+
+def _ragged(span: Span, first: int, last: int, block_bytes: int) -> list[tuple[int, int]]:
+    """The ends of ``span`` that lie in blocks which it doesn't fill; it fills those from ``first`` to ``last``."""
+    if first > last:  # within one block
+        return [(span.start, span.stop)]
+    head = (span.start, min(first * block_bytes, span.stop))
+    tail = (max(last * block_bytes, span.start), span.stop)
+    return [end for end in (head, tail) if end[0] < end[1]]
+
+
+def _candidates(whole: Mapping[tuple[int, ...], int], edge: Mapping[tuple[int, ...], int]) -> tuple[int, ...]:
+    if not edge:
+        if not whole:
+            return ()
+        if len(whole) == 1:
+            return next(iter(whole))
+    held: dict[int, int] = defaultdict(int)
+    for weights in (whole, edge):
+        for ranks, nbytes in weights.items():
+            for rank in ranks:
+                held[rank] += nbytes
+    most = max(held.values())
+    part, of = _NEARLY
+    return tuple(sorted(rank for rank, nbytes in held.items() if nbytes * of >= most * part))
+
 
 BUCKET_BYTES: Final = 16 << 20
 BUFFER_BYTES_MAX: Final = 64 << 20
-PAGE_BYTES: Final = 4096
 
 
 class TensorPlace(Protocol):
@@ -71,12 +286,12 @@ class FileLayout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Flow:
-    """What one move takes of one piece, on its way into a tensor that begins at byte ``start`` of its file."""
+    """Part of a move that reads one piece and writes a tensor that begins at byte ``start`` of its file."""
 
     target: int
     itemsize: int
     start: int
-    piece: Piece
+    piece: SourceBox
     move: Move
 
     @property
@@ -91,16 +306,18 @@ class _Flow:
 def plan_export(
     files: Sequence[FileLayout],
     mapping: KeyMapping,
-    sources: Mapping[str, Source],
+    sources: Mapping[str, SourceTensor],
     *,
     world: int,
     bucket_bytes: int = BUCKET_BYTES,
     block_bytes: int = BLOCK_BYTES,
+    whole_files: bool = False,
 ) -> ExportPlan:
     """Plan the export of ``sources``, as ``mapping`` says, into ``files``, by ``world`` ranks.
 
     bucket_bytes: what a rank sends and receives in one round, at most; there are two such buffers. Up to 32 MiB.
     block_bytes: what has one owner, a multiple of 16. What writes and checks files takes parts of whole MiB.
+    whole_files: each file has one owner.
 
     Raises:
         ConfigError: the arguments don't fit together; names the file or tensor.
@@ -114,10 +331,16 @@ def plan_export(
     check_files(files, mapping)
     grids = grids_of(mapping.tensors)
     flows = list(_flows(files, mapping, sources, world, grids))
-    held = [(file.size, _spans(found, block_bytes)) for file, found in zip(files, flows, strict=True)]
-    placed = _place(files, share_blocks(held, world, block_bytes), world, block_bytes)
+    if whole_files:
+        owned = share_files(
+            [(file.size, _held(found)) for file, found in zip(files, flows, strict=True)], world, block_bytes
+        )
+    else:
+        spans = [(file.size, _spans(found, block_bytes)) for file, found in zip(files, flows, strict=True)]
+        owned = share_blocks(spans, world, block_bytes)
+    placed = _place(files, owned, world, block_bytes)
     local, streams = _route(flows, placed, world)
-    parts: list[list[Part]] = [[] for _ in range(world)]
+    parts: list[list[OwnedRange]] = [[] for _ in range(world)]
     for pairs in placed:
         for owner, part in pairs:
             parts[owner].append(part)
@@ -141,24 +364,24 @@ class ExportPlan:
 
     world: int
     rounds: int
-    """Of transfers; 0 where nothing travels."""
+    """Number of transfer rounds; 0 if there are no transfers."""
     bucket_bytes: int
-    parts: tuple[tuple[Part, ...], ...]
+    parts: tuple[tuple[OwnedRange, ...], ...]
     """Of each rank, in the order in which they lie in its image: by file, then by offset."""
     files: tuple[FileLayout, ...]
     tensors: tuple[MappedTensor, ...]
-    sources: Mapping[str, Source]
-    local: tuple[tuple[Leg, ...], ...]
-    """What each rank has itself of what it writes."""
+    sources: Mapping[str, SourceTensor]
+    local: tuple[tuple[TransferItem, ...], ...]
+    """For each rank, the items it holds and writes itself."""
     streams: Mapping[Pair, Stream]
     grids: tuple[Grid, ...]
-    """Of what is quantized."""
+    """Grids of quantized tensors."""
 
-    def rank(self, rank: int, memories: Mapping[tuple[str, Box], Memory] | None = None) -> RankPlan:
-        """What ``rank`` does. Costs what that rank copies, sends and receives.
+    def rank(self, rank: int, memories: Mapping[tuple[str, Box], BufferRegion] | None = None) -> RankExportPlan:
+        """Plan the work of ``rank``. Costs time in proportion to what that rank copies, sends and receives.
 
-        memories: where it has each box of a source that it holds (``sources.memories_of``); None: each in a buffer of
-            its own.
+        memories: location of each box of a source that it holds (``rank_plan.memories_of``); None: each in a separate
+        buffer.
         """
         work = RankWork(
             rank=rank,
@@ -180,7 +403,7 @@ class ExportPlan:
 
     @property
     def exchanges(self) -> bool:
-        """Whether ranks have anything to tell one another."""
+        """Return True if ranks have messages for one another."""
         return self.world > 1 and bool(self.rounds or self.grids)
 
     def _scale_places(self) -> dict[str, list[tuple[int, int, int]]]:
@@ -221,8 +444,8 @@ def check_files(files: Sequence[FileLayout], mapping: KeyMapping) -> None:
                 )
             if nbytes and place.start % _itemsize(tensor):
                 raise ConfigError(
-                    f"tensor {place.name!r} ({tensor.dtype}) begins at byte {place.start} of {file.name}, which is no "
-                    "multiple of its element size",
+                    f"tensor {place.name!r} ({tensor.dtype}) begins at byte {place.start} of {file.name}, "
+                    "which is not a multiple of its element size",
                     field=place.name,
                 )
             end = place.stop
@@ -230,7 +453,7 @@ def check_files(files: Sequence[FileLayout], mapping: KeyMapping) -> None:
             raise ConfigError(f"{file.name} has {file.size} bytes, but its tensors end at {end}", field=file.name)
     for name in mapped:
         if name not in placed:
-            raise ConfigError(f"tensor {name!r} is mapped, but has no place in any file", field=name)
+            raise ConfigError(f"tensor {name!r} is mapped, but is not in any file", field=name)
 
 
 def _itemsize(tensor: MappedTensor) -> int:
@@ -245,11 +468,11 @@ def _itemsize(tensor: MappedTensor) -> int:
 def _flows(
     files: Sequence[FileLayout],
     mapping: KeyMapping,
-    sources: Mapping[str, Source],
+    sources: Mapping[str, SourceTensor],
     world: int,
     grids: Sequence[Grid],
 ) -> Iterator[list[_Flow]]:
-    """For each file, what goes into it, in the order of its bytes. Scales come from nowhere: they are found."""
+    """Return for each file the flows into it, in the order of its bytes. Scales have no source: they are computed."""
     grid_of = {grid.target: grid for grid in grids}
     numbers = {tensor.name: number for number, tensor in enumerate(mapping.tensors)}
     holdings: dict[str, Holdings] = {}
@@ -285,6 +508,14 @@ def _flows(
         yield found
 
 
+def _held(flows: Iterable[_Flow]) -> dict[tuple[int, ...], int]:
+    """Return how many bytes of the file which ranks hold."""
+    found: dict[tuple[int, ...], int] = defaultdict(int)
+    for flow in flows:
+        found[flow.piece.ranks] += flow.move.volume * flow.itemsize
+    return found
+
+
 def _spans(flows: Iterable[_Flow], block_bytes: int) -> Iterator[Span]:
     for flow in flows:
         move, ranks = flow.move, flow.piece.ranks
@@ -306,23 +537,23 @@ def _spans(flows: Iterable[_Flow], block_bytes: int) -> Iterator[Span]:
 
 def _place(
     files: Sequence[FileLayout], owned: Iterable[Owned], world: int, block_bytes: int
-) -> list[list[tuple[int, Part]]]:
-    """For each file its parts with their owners, in order; each has its place in its owner's image."""
+) -> list[list[tuple[int, OwnedRange]]]:
+    """Return for each file its parts with their owners, in order; each has a position in its owner's image."""
     ends = [0] * world
-    placed: list[list[tuple[int, Part]]] = [[] for _ in files]
+    placed: list[list[tuple[int, OwnedRange]]] = [[] for _ in files]
     for file, first, count, owner in owned:
         offset = first * block_bytes
         size = min(count * block_bytes, files[file].size - offset)
-        placed[file].append((owner, Part(files[file].name, offset, size, files[file].size, ends[owner])))
+        placed[file].append((owner, OwnedRange(files[file].name, offset, size, files[file].size, ends[owner])))
         ends[owner] = round_up(ends[owner] + size, PAGE_BYTES)
     return placed
 
 
 def _route(
-    flows: Sequence[Sequence[_Flow]], placed: Sequence[Sequence[tuple[int, Part]]], world: int
-) -> tuple[list[list[Leg]], dict[Pair, Stream]]:
+    flows: Sequence[Sequence[_Flow]], placed: Sequence[Sequence[tuple[int, OwnedRange]]], world: int
+) -> tuple[list[list[TransferItem]], dict[Pair, Stream]]:
     """Cut every flow where owners change, and decide who sends what its owner has not: whoever sends least so far."""
-    local: list[list[Leg]] = [[] for _ in range(world)]
+    local: list[list[TransferItem]] = [[] for _ in range(world)]
     streams: dict[Pair, Stream] = defaultdict(Stream)
     sent = [0] * world
     members: dict[tuple[int, ...], frozenset[int]] = {}
@@ -341,7 +572,7 @@ def _route(
                 base = part.image_offset - part.offset + flow.start
                 sender = owner if owner in holders else min(ranks, key=lambda rank: (sent[rank], rank))
                 for move in _within(flow, part):
-                    leg = Leg(flow.target, flow.itemsize, base, flow.piece.box, move)
+                    leg = TransferItem(flow.target, flow.itemsize, base, flow.piece.box, move)
                     if sender == owner:
                         local[owner].append(leg)
                     else:
@@ -350,8 +581,8 @@ def _route(
     return local, dict(streams)
 
 
-def _within(flow: _Flow, part: Part) -> list[Move]:
-    """What of ``flow`` lies in ``part``. Both begin on an element or outside one another's tensor."""
+def _within(flow: _Flow, part: OwnedRange) -> list[Move]:
+    """Return the part of ``flow`` in ``part``. Both begin on an element or outside one another's tensor."""
     first = -(-(part.offset - flow.start) // flow.itemsize)
     stop = -(-(part.offset + part.size - flow.start) // flow.itemsize)
     return target_part(flow.move, first, stop)

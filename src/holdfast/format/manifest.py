@@ -1,4 +1,4 @@
-"""What was committed, as bytes: the manifest, the reports, the attempt's plan file. Torch-free, no I/O.
+"""Encode and decode what was committed: the manifest, the reports, the attempt's plan file. Torch-free, no I/O.
 
     holdfast.json        `Manifest`: step, world, metrics, versions, and each report with its size and digest
     rank-00007.report    `Report`: what one rank wrote: files, checksums, and its `RankIndex`
@@ -16,14 +16,17 @@ import itertools
 import json
 import math
 import re
-from typing import TYPE_CHECKING, Any, Final, Literal
+from bisect import bisect_right
+from dataclasses import dataclass
+from math import prod
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeVar
 
 import msgspec
 
-from holdfast.errors import CheckpointCorrupt
-from holdfast.format.index_checks import tensor_fault
-from holdfast.format.packing import json_lines, json_text, metric_value, pack, refuse_constant, unpack
-from holdfast.format.parts import BLOCK_BYTES, FilePart, part_fault, parts_in
+from holdfast.dtypes import ITEMSIZE
+from holdfast.errors import CheckpointCorrupt, ConfigError
+from holdfast.format.decoding import prepare_decoding
 from holdfast.format.sealed import (
     Check,
     check_json_seal,
@@ -33,27 +36,285 @@ from holdfast.format.sealed import (
     seal_json,
     seal_tail,
     unseal,
+    xxh3_128,
 )
-from holdfast.plan.structure import PathItem, rank_label
+from holdfast.format.structure import KeysSpec, PathItem, key_of, rank_label
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+
+
+# Whether what an index says of a tensor can be: its box in its shape, its record in its file. Torch-free, pure.
+
+DIMENSIONS_MAX: Final = 1024
+"""Maximum number of dimensions of a tensor."""
+
+
+def tensor_fault(tensor: IndexTensor, file_sizes: Sequence[int]) -> str | None:
+    """Describe the error in ``tensor``, a row of an index; return None if there is none."""
+    itemsize = ITEMSIZE.get(tensor.dtype)
+    if itemsize is None:
+        return f"dtype {tensor.dtype!r} is unknown"
+    if _is_plainly_right(tensor, itemsize, file_sizes):
+        return None
+    if not len(tensor.shape) == len(tensor.offsets) == len(tensor.sizes):
+        return "shape, offsets and sizes differ in length"
+    if len(tensor.shape) > DIMENSIONS_MAX or prod(max(1, length) for length in tensor.shape) * itemsize >> 63:
+        return f"no tensor has the shape {tensor.shape!r:.200}"
+    for length, offset, size in zip(tensor.shape, tensor.offsets, tensor.sizes, strict=True):
+        if offset < 0 or size < 0 or offset + size > length:
+            return f"the box at {tensor.offsets} of {tensor.sizes} isn't inside {tensor.shape}"
+    if prod(tensor.sizes) * itemsize != tensor.nbytes:
+        return f"{tensor.sizes} of {tensor.dtype} isn't {tensor.nbytes:,} bytes"
+    if not 0 <= tensor.file < len(file_sizes):
+        return f"file {tensor.file} of {len(file_sizes)}"
+    end = tensor.payload_offset + tensor.nbytes
+    if not 0 <= tensor.record_offset <= tensor.payload_offset <= end <= tensor.record_end <= file_sizes[tensor.file]:
+        return (
+            f"record {tensor.record_offset:,} to {tensor.record_end:,} with its payload at {tensor.payload_offset:,} "
+            f"isn't inside a file of {file_sizes[tensor.file]:,} bytes"
+        )
+    return None
+
+
+def _is_plainly_right(tensor: IndexTensor, itemsize: int, file_sizes: Sequence[int]) -> bool:
+    """Check a tensor that is stored whole with few operations, since this is the usual case."""
+    shape, start, nbytes = tensor.shape, tensor.payload_offset, tensor.nbytes
+    return (
+        shape == tensor.sizes
+        and len(shape) == len(tensor.offsets) < 8
+        and not any(tensor.offsets)
+        and (not shape or min(shape) > 0)
+        and prod(shape) * itemsize == nbytes
+        and 0 <= tensor.file < len(file_sizes)
+        and 0 <= tensor.record_offset <= start <= start + nbytes <= tensor.record_end <= file_sizes[tensor.file]
+        and nbytes < 1 << 63
+    )
+
+
+# Values to JSON and msgpack, and structs back, what goes wrong being an error of ours. Torch-free, no I/O.
+
+_T = TypeVar("_T")
+
+
+def metric_value(name: str, value: float) -> float | str:
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"metric {name!r} is {value!r}, which isn't a number", field="metrics") from error
+    return number if math.isfinite(number) else str(number)
+
+
+def json_text(value: Any) -> str:
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{value!r:.200} can't be stored in a manifest, which is JSON: {error}", field="extra"
+        ) from error
+
+
+def json_lines(structs: Iterable[msgspec.Struct]) -> str:
+    encoder = msgspec.json.Encoder()
+    lines = [
+        line.decode() if (line := encoder.encode(struct)).isascii() else json.dumps(msgspec.structs.asdict(struct))
+        for struct in structs
+    ]
+    return "[\n    " + ",\n    ".join(lines) + "\n  ]" if lines else "[]"
+
+
+def refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} isn't JSON")
+
+
+def pack(value: msgspec.Struct) -> bytes:
+    try:
+        return msgspec.msgpack.encode(value)
+    except (UnicodeEncodeError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        raise ConfigError(f"the checkpoint's index can't be written: {error}") from error
+
+
+def unpack(data: bytes | memoryview, kind: type[_T], what: str, path: str) -> _T:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise CheckpointCorrupt(f"{path}: its {what} can't be read: {error}", path=path) from error
+
+
+# Parts of files that several ranks write together. An export's file is cut at multiples of 1 MiB, so a part consists of
+# whole extents, its checksums are those of the file, and no page of the file is written by two ranks.
+
+BLOCK_BYTES: Final = 1 << 20
+"""Parts start, and but for the last of a file end, on a multiple of this; an extent, too."""
+_SUM_BYTES: Final = 8
+
+
+class FilePart(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """``size`` bytes from ``offset`` of the data file ``name``, which has ``total`` bytes in all."""
+
+    name: str
+    offset: int
+    size: int
+    total: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.size
+
+    @property
+    def is_whole(self) -> bool:
+        return self.offset == 0 and self.size == self.total
+
+
+@dataclass(frozen=True, slots=True)
+class SparseSums:
+    """Checksums of some of a file's extents, to be asked for like the bytes of all of them; of the others, none.
+
+    What a report says of a file's size may be anything: no memory is taken by it.
+    """
+
+    starts: tuple[int, ...]
+    """Where the sums of each part would begin among those of the whole file, ascending."""
+    sums: tuple[bytes, ...]
+
+    def __getitem__(self, wanted: slice) -> bytes:
+        at = bisect_right(self.starts, wanted.start) - 1
+        return self.sums[at][wanted.start - self.starts[at] : wanted.stop - self.starts[at]] if at >= 0 else b""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedFile:
+    """A data file as its reports tell it together. ``gaps``: byte ranges that no report covers."""
+
+    name: str
+    size: int
+    extents: bytes | SparseSums
+    gaps: tuple[tuple[int, int], ...] = ()
+
+
+def part_fault(part: FilePart) -> str | None:
+    """Why there can be no such part, in words; None if there can."""
+    if min(part.offset, part.size, part.total) < 0 or part.end > part.total:
+        return f"bytes {part.offset} to {part.end} of {part.name} don't lie in a file of {part.total}"
+    if part.size == 0 and part.total > 0:
+        return f"the part at byte {part.offset} of {part.name} is empty"
+    if part.offset % BLOCK_BYTES or (part.end % BLOCK_BYTES and part.end != part.total):
+        return (
+            f"bytes {part.offset} to {part.end} of {part.name} ({part.total} bytes) are no part: one starts and ends "
+            f"on a multiple of {BLOCK_BYTES}, or ends with the file"
+        )
+    return None
+
+
+def tiling_fault(parts: Iterable[FilePart]) -> str | None:
+    """Describe bytes that are in none of ``parts`` or in two of them; None if each is in exactly one."""
+    end, last = 0, None
+    for part in sorted(parts):
+        if last is None or part.name != last.name:
+            if last is not None and end != last.total:
+                return _missing(last.name, end, last.total)
+            end = 0
+        elif part.total != last.total:
+            return f"{part.name} is said to have {last.total} bytes, and to have {part.total}"
+        elif part.total == 0:
+            return f"{part.name} is empty, and there twice"
+        fault = part_fault(part) or _misplaced(part, end)
+        if fault is not None:
+            return fault
+        end, last = part.end, part
+    return _missing(last.name, end, last.total) if last is not None and end != last.total else None
+
+
+def parts_digest(parts: Iterable[FilePart]) -> str:
+    """32 hexadecimal digits that stand for these parts, in whatever order; empty where there are none."""
+    ordered = sorted(parts)
+    return xxh3_128(msgspec.msgpack.encode(ordered)) if ordered else ""
+
+
+def parts_in(files: Iterable[ReportFile]) -> tuple[FilePart, ...]:
+    """Return the files of a report that are parts of files, in its order."""
+    return tuple(FilePart(file.name, file.offset, file.size, file.total) for file in files if file.total is not None)
+
+
+def join(files: Iterable[ReportFile]) -> list[JoinedFile]:
+    """Join the ``files`` of several reports, merging parts of one file, in order of first appearance.
+
+    Raises `ValueError` saying which file where two cover the same bytes, or disagree about its size.
+    """
+    found: dict[str, list[ReportFile]] = {}
+    for file in files:
+        found.setdefault(file.name, []).append(file)
+    return [_joined(name, rows) for name, rows in found.items()]
+
+
+def _joined(name: str, rows: list[ReportFile]) -> JoinedFile:
+    if rows[0].total is None:
+        if len(rows) > 1:
+            raise ValueError(f"{name} is covered twice, as a whole file")
+        return JoinedFile(name, rows[0].size, rows[0].extents)
+    total = rows[0].total
+    gaps: list[tuple[int, int]] = []
+    end = 0
+    rows = sorted(rows, key=attrgetter("offset", "size"))
+    for row in rows:
+        if row.total != total:
+            raise ValueError(f"{name} is said to have {total} bytes, and to have {row.total}")
+        if row.offset < end:
+            raise ValueError(f"bytes {row.offset} to {end} of {name} are covered twice")
+        if row.offset > end:
+            gaps.append((end, row.offset))
+        end = row.offset + row.size
+    if end < total:
+        gaps.append((end, total))
+    sums = tuple(row.extents for row in rows)
+    if not gaps:
+        return JoinedFile(name, total, b"".join(sums))
+    starts = tuple(row.offset // BLOCK_BYTES * _SUM_BYTES for row in rows)
+    return JoinedFile(name, total, SparseSums(starts, sums), tuple(gaps))
+
+
+def gap_in(files: Iterable[JoinedFile]) -> str | None:
+    """Describe bytes of a file that no report covers; None if there are none."""
+    for file in files:
+        for start, end in file.gaps:
+            return _missing(file.name, start, end)
+    return None
+
+
+def _misplaced(part: FilePart, end: int) -> str | None:
+    if part.offset > end:
+        return _missing(part.name, end, part.offset)
+    if part.offset < end:
+        return f"bytes {part.offset} to {min(end, part.end)} of {part.name} are in two parts"
+    return None
+
+
+def _missing(name: str, start: int, end: int) -> str:
+    return f"bytes {start} to {end} of {name} are in no part"
+
 
 FORMAT: Final = 1
-"""Of all three files together: raised when a reader of the old one couldn't make sense of the new one."""
+"""Format version of all three files, increased on incompatible changes."""
 EXPORT_FORMAT: Final = 2
-"""Of an export's: one that knows only checkpoints must not take it for one."""
+"""Format version of exports: readers that only know checkpoints must refuse them."""
 EXTENT_BYTES = BLOCK_BYTES
+PAGE_BYTES: Final = 4096
+"""What O_DIRECT and memory maps want offsets, sizes and memory to be multiples of."""
 SUM_BYTES: Final = 8
 MANIFEST_NAME = "holdfast.json"
 MANIFEST_HEAD_BYTES: Final = 4096
 """Within these `attempt_in` finds the attempt, whatever the checkpoint is called."""
 PLAN_NAME = ".plan"
 METADATA_NAME = ".metadata"
+OVERWROTE: Final = "overwrote"
+"""Key of `Manifest.extra`: id of the attempt whose checkpoint this one replaces, empty for a foreign one."""
+COPY_OF: Final = "copy_of"
+"""Key of `Manifest.extra`: id of the attempt that saved what this is a copy of."""
 
 _REPORT_MAGIC: Final = b"HFrport"
 _PLAN_MAGIC: Final = b"HFplan\0"
 _HEAD: Final = re.compile(rb'\{\n  "format": \d+,\n  "name": "(?:[^"\\]|\\.)*",\n  "attempt": "([^"\\]+)",\n')
+_VOID: Final = re.compile(rb'\{\n  "void": "([0-9a-f]{12})",\n')
 _NON_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _FORMATS: Final = {"checkpoint": FORMAT, "export": EXPORT_FORMAT}
 Kind = Literal["checkpoint", "export"]
@@ -83,7 +344,18 @@ class IndexObject(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RankIndex(msgspec.Struct, frozen=True, array_like=True):
-    """What lies where in a rank's files: static while the structure stands, so rendered once a plan."""
+    """Byte ranges of tensors and objects in a rank's files: static while the structure stays the same, so rendered once
+    per plan.
+    """
+
+    tensors: tuple[IndexTensor, ...]
+    objects: tuple[IndexObject, ...]
+    mappings: tuple[KeysSpec, ...] = ()
+    """Keys that names don't tell. Readers that don't know this field take it for what follows, and skip it."""
+
+
+class _NamesOnly(msgspec.Struct, frozen=True, array_like=True):
+    """A `RankIndex` without ``mappings``, as it is encoded: it stays what it was."""
 
     tensors: tuple[IndexTensor, ...]
     objects: tuple[IndexObject, ...]
@@ -163,7 +435,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class AttemptPlan(msgspec.Struct, frozen=True):
-    """Everything recovery needs to finish an attempt nobody is left to finish."""
+    """Everything that recovery needs to finish an attempt whose processes are gone."""
 
     attempt: str
     name: str
@@ -184,7 +456,7 @@ def report_name(rank: int, attempt: str = "") -> str:
 
 
 def is_report_of(name: str, rank: int, attempt: str) -> bool:
-    """Whether ``name`` is what the report of ``rank`` may be called in the manifest of ``attempt``."""
+    """Return True if ``name`` is a valid name for the report of ``rank`` in the manifest of ``attempt``."""
     return name == report_name(rank) or name == report_name(rank, attempt)
 
 
@@ -257,6 +529,17 @@ def attempt_in(head: bytes) -> str | None:
     Nothing is checked: a whole manifest shows by `decode_manifest` whether it is right.
     """
     found = _HEAD.match(head)
+    return None if found is None else found[1].decode()
+
+
+def encode_void(name: str, attempt: str, *, why: str) -> bytes:
+    """What is put in a manifest's place at ``name`` so that ``attempt`` is never published there; no manifest."""
+    return seal_json([("void", json_text(attempt)), ("name", json_text(name)), ("why", json_text(why))])
+
+
+def void_in(head: bytes) -> str | None:
+    """The attempt that the void is of that starts with ``head``; None if that isn't the start of a void."""
+    found = _VOID.match(head)
     return None if found is None else found[1].decode()
 
 
@@ -343,13 +626,13 @@ def decode_report(data: bytes, *, path: str) -> Report:
 
 
 def may_hold_data(name: str) -> bool:
-    """Whether a report may cover a file of this name: not what is read for what it says, nor what is hidden."""
+    """Return True if a report may cover a file of this name: not a metadata file and not a hidden one."""
     return not name.startswith(".") and name != MANIFEST_NAME and not name.endswith(".report")
 
 
 def encode_index(index: RankIndex) -> bytes:
-    """What goes into a report as ``index``; rendered once a plan."""
-    return pack(index)
+    """Encode the ``index`` member of a report; done once per plan."""
+    return pack(index if index.mappings else _NamesOnly(index.tensors, index.objects))
 
 
 def decode_index(data: bytes, *, file_sizes: Sequence[int], path: str) -> RankIndex:
@@ -363,17 +646,24 @@ def decode_index(data: bytes, *, file_sizes: Sequence[int], path: str) -> RankIn
         fault = tensor_fault(tensor, file_sizes)
         if fault is not None:
             raise CheckpointCorrupt(
-                f"{path}: the index is wrong about tensor {tensor.name!r}: {fault}", path=path, tensor=tensor.name
+                f"{path}: the index is invalid for tensor {tensor.name!r}: {fault}", path=path, tensor=tensor.name
             )
     for item in index.objects:
         known = 0 <= item.file < len(file_sizes) and min(item.offset, item.capacity) >= 0
         if not known or item.offset + item.capacity > file_sizes[item.file]:
             raise CheckpointCorrupt(
-                f"{path}: the index is wrong about object {item.name!r}: its record lies outside its file",
+                f"{path}: the index is invalid for object {item.name!r}: its record is outside its file",
                 path=path,
                 tensor=item.name,
             )
-    return index
+    try:
+        return msgspec.structs.replace(index, mappings=tuple(map(_with_keys, index.mappings)))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointCorrupt(f"{path}: the index is invalid for a mapping's keys: {error}", path=path) from error
+
+
+def _with_keys(item: KeysSpec) -> KeysSpec:
+    return KeysSpec(item.path, tuple(map(key_of, item.keys)))
 
 
 def read_index(report: Report, *, path: str) -> RankIndex:
@@ -423,7 +713,7 @@ def decode_attempt_plan(data: bytes, *, path: str) -> AttemptPlan:
 
 
 def _check_parts(plan: AttemptPlan, check: Check) -> None:
-    """That an export is planned in parts, and nothing else is."""
+    """Check that an export, and nothing else, is planned in parts."""
     export = plan.manifest.kind == "export"
     check.equal("its number of ranks with parts", len(plan.parts), plan.world if export else 0)
     check.that(not export or not any(plan.planned), "it is an export, with files that belong to one rank")
@@ -433,3 +723,6 @@ def _check_parts(plan: AttemptPlan, check: Check) -> None:
         check.that(fault is None, str(fault))
         check.plain_name(part.name)
         check.that(may_hold_data(part.name) and part.name not in listed, f"{part.name!r} can't be a data file")
+
+
+prepare_decoding(RankIndex, _NamesOnly, _WholeFile, Report, Manifest, AttemptPlan)

@@ -11,13 +11,13 @@ is still checked for sense by the caller.
 
 from __future__ import annotations
 
-import os
 import re
 from typing import TYPE_CHECKING
 
 import xxhash
 
 from holdfast.errors import CheckpointCorrupt, ConfigError
+from holdfast.validation import name_fault
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,13 +40,13 @@ def seal(magic: bytes, version: int, content: bytes) -> bytes:
 
 
 def seal_head(magic: bytes, version: int) -> bytes:
-    """What a seal puts before the content."""
+    """Return the bytes of a seal that precede the content."""
     assert len(magic) == 7
     return magic + bytes((version,))
 
 
 def seal_tail(*before: bytes) -> bytes:
-    """What a seal puts behind ``before``: everything from the head on, in parts."""
+    """Return the bytes of a seal that follow ``before``, which is everything from the head on, in parts."""
     digest = xxhash.xxh3_128()
     for part in before:
         digest.update(part)
@@ -64,7 +64,9 @@ def unseal(
     """
     view = memoryview(data)
     if bytes(view[: len(magic)]) != magic or len(view) < len(magic) + 1 + DIGEST_BYTES:
-        raise CheckpointCorrupt(f"{path} isn't a {what} of Holdfast: it is foreign, cut short or damaged", path=path)
+        raise CheckpointCorrupt(
+            f"{path} isn't a {what} of Holdfast: it was written by another program, truncated or damaged", path=path
+        )
     body = view[:-DIGEST_BYTES]
     if xxhash.xxh3_128_digest(body) != bytes(view[-DIGEST_BYTES:]):
         raise CheckpointCorrupt(
@@ -92,14 +94,14 @@ def check_json_seal(data: bytes, *, what: str, path: str) -> None:
     body = data[: max(end, 0)]
     if not (data.startswith(b"{\n") and body.endswith(_MEMBER) and data.endswith(_CLOSE)):
         raise CheckpointCorrupt(
-            f"{path} isn't a {what} of Holdfast: it has no digest at its end ({len(data):,} bytes); it is foreign, cut "
-            "short or was edited",
+            f"{path} isn't a {what} of Holdfast: it has no digest at its end ({len(data):,} "
+            "bytes); it was written by another program, truncated or edited",
             path=path,
         )
     expected, found = data[end : -len(_CLOSE)].decode("ascii", "replace"), xxh3_128(body)
     if expected != found:
         raise CheckpointCorrupt(
-            f"{path} is damaged or was edited: its digest says {expected}, its bytes give {found}", path=path
+            f"{path} is damaged or was edited: expected digest {expected}, found {found}", path=path
         )
 
 
@@ -113,14 +115,6 @@ def require_version(found: object, known: tuple[int, ...], *, what: str, path: s
         )
 
 
-def _name_bytes(name: str) -> int:
-    """How long a name is to the file system; past any limit for what it can't be told."""
-    try:
-        return len(os.fsencode(name))
-    except UnicodeEncodeError:  # half of a pair of surrogates
-        return 1 << 30
-
-
 class Check:
     """Checks of decoded contents; each raises `CheckpointCorrupt` that names the file."""
 
@@ -132,15 +126,15 @@ class Check:
 
     def that(self, condition: bool, otherwise: str) -> None:  # noqa: FBT001 - reads as an assertion
         if not condition:
-            raise CheckpointCorrupt(f"{self.path}: the {self.what} makes no sense: {otherwise}", path=self.path)
+            raise CheckpointCorrupt(f"{self.path}: the {self.what} is inconsistent: {otherwise}", path=self.path)
 
     def equal(self, what: str, found: object, expected: object) -> None:
         self.that(found == expected, f"{what} is {found!r}, not {expected!r}")
 
     def plain_name(self, name: str) -> None:
         """A name that can't lead out of its directory, nor be anything but one entry of it."""
-        plain = name not in ("", ".", "..") and not any(c in name for c in "/\\\0") and _name_bytes(name) <= 255
-        self.that(plain, f"{name!r:.300} isn't a plain file name")
+        fault = name_fault(name)
+        self.that(fault is None, f"{name!r:.300} isn't a plain file name: {fault}")
 
     def plain_path(self, name: str) -> None:
         """A plain name, or one with a plain directory in front of it, hidden neither of them."""

@@ -1,13 +1,13 @@
 """The read plan: which bytes of which files fill which parts of which destinations.
 
-A wanted box meets the stored boxes it needs; each meeting is a `Transfer`. The functions below it say what a transfer
-takes: one contiguous range of the file straight into one contiguous range of the destination (`is_direct`), or a span
-that passes through a buffer, cut into pieces that fit it (`row_chunks`).
+A wanted box is intersected with the stored boxes; each intersection is a `Transfer`. A transfer is either one
+contiguous range of the file read straight into one contiguous range of the destination (`is_direct`), or a span that
+passes through a buffer, cut into pieces that fit it (`row_chunks`).
 
 Guarantees: pure; every element of every wanted box is filled by exactly one transfer, or planning raises. Finding the
-stored boxes that a wanted one meets costs the logarithm of their number where they are cut along one dimension.
-Assumes: stored payloads and destinations are row-major and without gaps; destinations are told apart by an integer
-that the caller understands.
+stored boxes that overlap a wanted one costs the logarithm of their number if they are cut along one dimension.
+Assumes: stored payloads and destinations are row-major and without gaps; destinations are identified by integers that
+the caller understands.
 Does not: read, verify, or know where the list of stored shards comes from.
 """
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class StoredShard(NamedTuple):
-    """The raw bytes of one box of a tensor: ``nbytes`` from ``payload_offset`` on in ``file``."""
+    """The raw bytes of one box of a tensor: ``nbytes`` from ``payload_offset`` in ``file``."""
 
     box: Box
     file: str
@@ -49,12 +49,12 @@ class StoredShard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a checkpoint; ``shards`` may come in any order and are kept sorted, each box once, none empty.
+    """One tensor of a checkpoint; ``shards`` may come in any order; kept sorted, each box once, none empty.
 
-    Make it once a checkpoint: construction builds the index that `plan_reads` searches, in O(n log n).
+    Make one per checkpoint: construction builds the index that `plan_reads` searches, in O(n log n).
 
     Raises:
-        CheckpointCorrupt: a shard lies outside the tensor, or its bytes are not as many as its elements need.
+        CheckpointCorrupt: a shard is outside the tensor, or its byte count doesn't match its elements.
         ConfigError: the dtype is unknown here.
     """
 
@@ -77,7 +77,7 @@ class StoredTensor:
         if len(self.shards) == 1:
             box, _, _, nbytes = self.shards[0]
             if nbytes and box.sizes == shape and not any(box.offsets) and prod(shape) * itemsize == nbytes:
-                # The usual case, and the whole of it: of 20,000 such tensors each microsecond here is seen.
+                # The usual case, handled at once: with 20,000 such tensors each microsecond counts.
                 set_field(self, "_axis", 0)
                 set_field(self, "_starts", [])
                 set_field(self, "_reach", 0)
@@ -88,7 +88,7 @@ class StoredTensor:
             if not contains(whole(shape), box) or prod(box.sizes) * itemsize != nbytes:
                 raise self._bad(shard, itemsize)
             if nbytes:
-                unique.setdefault(box, shard)  # of replicas stored twice, the first will do
+                unique.setdefault(box, shard)  # replicas stored twice: the first one is used
         axis = most_cut(unique, len(shape))
         ordered = tuple(sorted(unique.values(), key=lambda shard: (_start(shard, axis), shard)))
         set_field(self, "shards", ordered)
@@ -108,7 +108,7 @@ class StoredTensor:
         )
 
     def meeting(self, box: Box) -> Iterator[tuple[StoredShard, Box]]:
-        """The shards that have elements of ``box``, each with the elements that it has."""
+        """Yield the shards that have elements of ``box``, each with the elements that it has."""
         shards: Sequence[StoredShard] = self.shards
         if len(shards) == 1:
             if shards[0].box == box:
@@ -125,9 +125,9 @@ class StoredTensor:
 
 
 class Want(NamedTuple):
-    """``box`` of tensor ``name`` is to fill its part of destination ``dest``, a buffer that covers ``dest_box``.
+    """``box`` of tensor ``name`` has to fill its part of destination ``dest``, a buffer that covers ``dest_box``.
 
-    Both boxes are in the tensor's own coordinates; ``box`` lies in ``dest_box``.
+    Both boxes are in the tensor's own coordinates; ``box`` is within ``dest_box``.
     """
 
     name: str
@@ -137,12 +137,12 @@ class Want(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """``region`` of a tensor goes from a stored shard to a destination; boxes are in the tensor's own coordinates."""
+    """``region`` of a tensor goes from a stored shard to a destination; boxes are in the tensor's coordinates."""
 
     name: str
     file: str
     payload_offset: int
-    """Where the payload that holds ``stored`` starts in the file."""
+    """Offset in the file of the payload that holds ``stored``."""
     stored: Box
     region: Box
     dest: int
@@ -157,7 +157,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """Transfers in the order of file name and first byte."""
+    """Transfers, ordered by file name and first byte."""
 
     transfers: tuple[Transfer, ...]
 
@@ -167,7 +167,7 @@ class ReadPlan:
         return sum(transfer.nbytes for transfer in self.transfers)
 
     def by_file(self) -> dict[str, list[Transfer]]:
-        """The transfers of each file, in the order of their first byte."""
+        """Return the transfers of each file, ordered by their first byte."""
         files: dict[str, list[Transfer]] = {}
         for transfer in self.transfers:
             files.setdefault(transfer.file, []).append(transfer)
@@ -181,7 +181,7 @@ def plan_reads(wants: Iterable[Want], stored: Mapping[str, StoredTensor]) -> Rea
 
     Raises:
         StateMismatch: wanted tensors that are not stored (all are named), or a box outside the stored tensor.
-        CheckpointCorrupt: the stored shards leave out a part of a wanted box; names the tensor and the part.
+        CheckpointCorrupt: the stored shards lack a part of a wanted box; names the tensor and the part.
         ConfigError: a wanted box is not within its destination's.
     """
     wants = list(wants)
@@ -204,14 +204,14 @@ def plan_reads(wants: Iterable[Want], stored: Mapping[str, StoredTensor]) -> Rea
         for (stored_box, file, start, nbytes), region in _sources(want, tensor):
             transfer = Transfer(want.name, file, start, stored_box, region, want.dest, want.dest_box, tensor.itemsize)
             transfers.append(transfer)
-            # What is wanted whole, as nearly everything is, needs no arithmetic.
+            # Nearly all boxes are wanted whole, which needs no arithmetic.
             keys.append((file, (start, start + nbytes) if region is stored_box else byte_span(transfer), want.dest))
     in_order = sorted(zip(keys, transfers, strict=True), key=itemgetter(0))
     return ReadPlan(tuple(transfer for _, transfer in in_order))
 
 
 def _sources(want: Want, tensor: StoredTensor) -> list[tuple[StoredShard, Box]]:
-    """Disjoint regions that make up the wanted box, each with a shard that has it."""
+    """Return disjoint regions that make up the wanted box, each with a shard that has it."""
     if len(tensor.shards) == 1 and tensor.shards[0].box == want.box:
         return [(tensor.shards[0], tensor.shards[0].box)]
     found, lacking = disjoint(want.box, tensor.meeting(want.box))
@@ -221,9 +221,9 @@ def _sources(want: Want, tensor: StoredTensor) -> list[tuple[StoredShard, Box]]:
 
 
 def disjoint(box: Box, meeting: Iterable[tuple[StoredShard, Box]]) -> tuple[list[tuple[StoredShard, Box]], Box | None]:
-    """Disjoint regions that make up ``box``, each with a shard that has it; and a part of it that no shard has.
+    """Return disjoint regions that make up ``box``, each with a shard that has it; and a part that none has.
 
-    meeting: the shards that meet it, each with what it has of it, as `StoredTensor.meeting` gives them.
+    meeting: the overlapping shards, each with its part of the box, as from `StoredTensor.meeting`.
     """
     found = list(meeting)
     if len(found) == 1 and found[0][1] == box:
@@ -233,7 +233,7 @@ def disjoint(box: Box, meeting: Iterable[tuple[StoredShard, Box]]) -> tuple[list
         return found, None
     if defect[0] == "gap":
         return [], defect[1]
-    # Shards overlap, as in checkpoints of savers that keep replicas: take from each what none before it had.
+    # Shards overlap, for example if a saver keeps replicas: take from each what no earlier one had.
     lacking = [box]
     chosen = []
     for shard, region in found:
@@ -252,15 +252,15 @@ def disjoint(box: Box, meeting: Iterable[tuple[StoredShard, Box]]) -> tuple[list
 def _absent(want: Want, tensor: StoredTensor, part: Box) -> CheckpointCorrupt:
     files = sorted({shard.file for shard in tensor.shards})
     return CheckpointCorrupt(
-        f"tensor {want.name!r} ({tensor.dtype} {list(tensor.shape)}): nothing stored holds its part {part} "
-        f"(it has {len(tensor.shards)} shards in {len(files)} files). The checkpoint is not whole: load another step",
+        f"tensor {want.name!r} ({tensor.dtype} {list(tensor.shape)}): its part {part} is not stored "
+        f"(it has {len(tensor.shards)} shards in {len(files)} files). The checkpoint is incomplete: load another step",
         path=files[0] if files else "",
         tensor=want.name,
     )
 
 
 def most_cut(boxes: Iterable[Box], ndim: int) -> int:
-    """The dimension in which boxes start at the most places: the one to search by."""
+    """Return the dimension in which boxes start at the most places: the best one to search by."""
     starts: list[set[int]] = [set() for _ in range(ndim)]
     for box in boxes:
         for dim, offset in enumerate(box.offsets):
@@ -272,11 +272,11 @@ def _start(shard: StoredShard, axis: int) -> int:
     return shard.box.offsets[axis] if shard.box.offsets else 0
 
 
-# What a transfer takes -----------------------------------------------------------------------------------------
+# Layout of a transfer ------------------------------------------------------------------------------------------
 
 
 def byte_span(transfer: Transfer) -> tuple[int, int]:
-    """The region's first byte in the file, and one past its last; bytes of others may lie between."""
+    """Return the offsets in the file of the region's first byte and past its last; other bytes may lie between."""
     base = transfer.payload_offset
     if transfer.region is transfer.stored:
         return base, base + prod(transfer.region.sizes) * transfer.itemsize
@@ -285,23 +285,23 @@ def byte_span(transfer: Transfer) -> tuple[int, int]:
 
 
 def dest_offset(transfer: Transfer) -> int:
-    """Bytes from the start of the destination to the region's first element."""
+    """Return the bytes from the start of the destination to the region's first element."""
     if transfer.region == transfer.dest_box:
         return 0
     return element_offset(transfer.region, transfer.dest_box) * transfer.itemsize
 
 
 def is_direct(transfer: Transfer) -> bool:
-    """Whether the region is one run of bytes in the file and one in the destination: no buffer is needed."""
+    """Return True if the region is contiguous in the file and in the destination, so that no buffer is needed."""
     if transfer.region == transfer.stored == transfer.dest_box:
         return True
     return is_contiguous_in(transfer.region, transfer.stored) and is_contiguous_in(transfer.region, transfer.dest_box)
 
 
 def row_chunks(transfer: Transfer, max_bytes: int) -> Iterator[Transfer]:
-    """Cut a transfer along its outer dimensions into ones that are direct, or whose span is at most ``max_bytes``.
+    """Cut a transfer along its outer dimensions into direct ones, or ones with a span of at most ``max_bytes``.
 
-    In the order of the file. A run that is contiguous on both sides is never cut, however long: it needs no buffer.
+    In file order. A run that is contiguous on both sides is never cut, however long: it needs no buffer.
     """
     if max_bytes < transfer.itemsize:
         raise ConfigError(f"max_bytes is {max_bytes}; expected at least one element of {transfer.itemsize}")
@@ -318,8 +318,5 @@ def row_chunks(transfer: Transfer, max_bytes: int) -> Iterator[Transfer]:
     one = (end - start) - (region.sizes[dim] - 1) * step
     rows = max(1, (max_bytes - one) // step + 1)
     for row in range(0, region.sizes[dim], rows):
-        piece = Box(
-            (*region.offsets[:dim], region.offsets[dim] + row, *region.offsets[dim + 1 :]),
-            (*region.sizes[:dim], min(rows, region.sizes[dim] - row), *region.sizes[dim + 1 :]),
-        )
+        piece = region.narrow(dim, row, min(rows, region.sizes[dim] - row))
         yield from row_chunks(transfer._replace(region=piece), max_bytes)

@@ -2,18 +2,18 @@
 
 Every element of every tensor is written by exactly one of the ranks that hold it. Equal boxes on several ranks (data
 parallel replicas, replicated mesh dimensions, plain tensors of equal name) form a *replica group*: the ranks that hold
-the same boxes. Each group shares out what it holds among its members, the largest first, always to the one with the
-fewest bytes so far. All that decides this (structures and digests) is known to each member, so a rank finds its own
-part without planning anyone else's: `plan_rank` costs what the rank holds; `plan_save` is the coordinator's.
+the same boxes. Each group divides its boxes among its members, the largest first, always to the one with the fewest
+bytes so far. Each member knows all that decides this (structures and digests), so a rank finds its own part without
+planning the others': the cost of `plan_rank` depends on what the rank holds; `plan_save` is the coordinator's.
 
-Files of rank 7: ``__7_0.distcp`` has its tensors as one `torch.save` record each, those of 1 MiB and more first with
-payloads on 4,096 bytes, the small ones packed behind them; ``__7_1.distcp`` has its objects. A rank that writes
-nothing of a kind has no such file.
+Files of rank 7: ``__7_0.distcp`` has its tensors as one `torch.save` record each: first those of 1 MiB and more, with
+payloads aligned to 4,096 bytes, then the small ones without gaps; ``__7_1.distcp`` has its objects. A rank that writes
+no tensors or no objects has no such file.
 
-Guarantees: pure and deterministic; all ranks that plan from the same arguments agree; nothing is planned unless the
-shards of a tensor tile it exactly.
-Assumes: a rank's local tensors are what ``plan.placement.local_shape`` says (``state.structure`` checks).
-There may be a hundred thousand of some kinds of objects here: what is plain data is kept from the garbage collector.
+Guarantees: pure and deterministic; all ranks that plan from the same arguments agree; raises unless the shards of a
+tensor tile it exactly.
+Assumes: a rank's local tensors are as computed by ``plan.placement.local_shape`` (``state.structure`` checks).
+Plain-data objects, of which there may be a hundred thousand, are excluded from garbage collection.
 Does not: look at values, render records (``format``), cache (its caller does, by digests).
 """
 
@@ -21,7 +21,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
+from itertools import accumulate, starmap
 from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -29,9 +31,10 @@ import msgspec
 from holdfast.boxes import Box, whole
 from holdfast.dtypes import ITEMSIZE
 from holdfast.errors import ConfigError
-from holdfast.format.torch_record import DIRECT_FROM_BYTES, measure, payload_bytes
-from holdfast.plan.shares import Held, World
-from holdfast.plan.structure import (
+from holdfast.format.decoding import prepare_decoding
+from holdfast.format.manifest import PAGE_BYTES, IndexObject, IndexTensor, RankIndex
+from holdfast.format.structure import (
+    KeysSpec,
     ObjectSpec,
     PathItem,
     Structure,
@@ -39,45 +42,59 @@ from holdfast.plan.structure import (
     is_per_rank,
     name_on_rank,
     path_on_rank,
+    source_name,
 )
+from holdfast.format.torch_record import DIRECT_FROM_BYTES, RECORD_ALIGN_BYTES, measure, payload_bytes
+from holdfast.plan.placement import Held, World
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from holdfast.format.torch_record import RecordShape
 
-PAGE_BYTES: Final = 4096
-"""Files end on it, and large payloads start on it: what O_DIRECT and a memory map want."""
-RECORD_ALIGN_BYTES: Final = 64
-"""Every record and every object starts on it."""
+
+# The index of a rank's report: entries in plan order, which is also the order of the tensor checksums.
+
+# Fields of an index entry, which the plan has under the same names. Read together: there may be very many entries.
+_tensor_row: Final = attrgetter(*IndexTensor.__struct_fields__)
+_object_row: Final = attrgetter(*IndexObject.__struct_fields__)
+
+
+def index_of(rank_plan: RankPlan) -> RankIndex:
+    """Return the index of the files of ``rank_plan``; ``file`` is a position in the plan's list."""
+    return RankIndex(
+        tensors=tuple(starmap(IndexTensor, map(_tensor_row, rank_plan.tensors))),
+        objects=tuple(starmap(IndexObject, map(_object_row, rank_plan.objects))),
+        mappings=rank_plan.mappings,
+    )
 
 
 class PlacedTensor(msgspec.Struct, frozen=True, gc=False):
     """One shard's record in a file of the rank that writes it; file offsets in bytes, tensor offsets in elements."""
 
     name: str
-    """Stored name: the rank in place of the marker."""
+    """Stored name, with the rank in place of the marker."""
     path: tuple[PathItem, ...]
     """Stored path."""
     source: str
-    """Name in the structure, marker kept: finds the tensor in the rank's state."""
+    """Name in the structure, with the marker, or of one of several boxes: finds the tensor in the rank's state."""
     dtype: str
     shape: tuple[int, ...]
-    """Of the global tensor."""
+    """Shape of the global tensor."""
     offsets: tuple[int, ...]
-    """Of the box in the global tensor."""
+    """Offsets of the box in the global tensor."""
     sizes: tuple[int, ...]
-    """Of the box. A tensor without elements has its whole shape here, even where the rank's local tensor is smaller."""
+    """Sizes of the box; the whole shape for a tensor without elements, even if the local tensor is smaller."""
     local_offsets: tuple[int, ...]
-    """Of the box in the rank's local tensor."""
+    """Offsets of the box in the rank's local tensor."""
     file: int
     """Index into `RankPlan.files`."""
     record_offset: int
-    """Where the torch record starts in the file."""
+    """Offset of the torch record in the file."""
     payload_offset: int
-    """Where the raw bytes start in the file."""
+    """Offset of the raw bytes in the file."""
     nbytes: int
-    """Of the payload."""
+    """Size of the payload."""
     record_end: int
     """One past the last byte of the record."""
 
@@ -91,9 +108,9 @@ class PlacedObject:
     source: str
     file: int
     offset: int
-    """Where the record starts in the file."""
+    """Offset of the record in the file."""
     capacity: int
-    """Bytes set aside for the record: all of them belong to it."""
+    """Bytes reserved for the record; all of them belong to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,17 +123,24 @@ class PlannedFile:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """All that one rank writes; ``tensors`` and ``objects`` in the order in which they lie in their files."""
+    """Everything that one rank writes; ``tensors`` and ``objects`` in the order of their files."""
 
     rank: int
     files: tuple[PlannedFile, ...]
     tensors: tuple[PlacedTensor, ...]
     objects: tuple[PlacedObject, ...]
+    mappings: tuple[KeysSpec, ...] = ()
+    """Keys of the user's mappings, by their stored paths."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of all files together."""
         return sum(file.size for file in self.files)
+
+    @property
+    def file_offsets(self) -> list[int]:
+        """Offset of each file in an image that holds all of them, one behind the other."""
+        return list(accumulate((file.size for file in self.files), initial=0))[:-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +159,11 @@ def plan_save(
     Args:
         structures: each distinct structure by its digest.
         digests: for each rank the digest of its structure; as many as there are ranks in the saving group.
-        known: what `plan_rank` has given for these arguments, by rank: these are not planned again.
+        known: results of `plan_rank` for these arguments, by rank: these are not planned again.
 
     Raises:
-        StateMismatch: ranks disagree on a tensor, or their shards overlap or leave a gap; names it and who has what.
-        ConfigError: a part of a tensor is held only by ranks outside the group; a mesh or a dtype makes no sense.
+        StateMismatch: ranks disagree on a tensor, or their shards overlap or leave a gap; names it and the ranks.
+        ConfigError: a part of a tensor is held only by ranks outside the group; an invalid mesh or dtype.
     """
     known = known or {}
     missing = [rank for rank in range(len(digests)) if rank not in known]
@@ -149,9 +173,9 @@ def plan_save(
 
 
 def plan_rank(structures: Mapping[str, Structure], digests: Sequence[str], rank: int) -> RankPlan:
-    """``plan_save(structures, digests).ranks[rank]``, at the cost of that rank alone.
+    """Return ``plan_save(structures, digests).ranks[rank]``, at the cost of that rank alone.
 
-    Raises as `plan_save`, for what concerns tensors that ``rank`` holds and for names that ranks disagree on.
+    Raises as `plan_save`, for tensors that ``rank`` holds and for names that ranks disagree on.
     """
     if not 0 <= rank < len(digests):
         raise ConfigError(f"rank {rank} is outside the saving group of {len(digests)} ranks", field="rank")
@@ -159,7 +183,7 @@ def plan_rank(structures: Mapping[str, Structure], digests: Sequence[str], rank:
 
 
 class _Item(msgspec.Struct, frozen=True, gc=False):
-    """A shard that may be this rank's to write."""
+    """A shard that this rank may have to write."""
 
     spec: TensorSpec
     name: str
@@ -169,7 +193,7 @@ class _Item(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Planner:
-    """What the plans of several ranks have in common."""
+    """Data shared by the plans of several ranks."""
 
     def __init__(self, structures: Mapping[str, Structure], digests: Sequence[str]) -> None:
         self._world = World(structures, digests)
@@ -192,10 +216,15 @@ class _Planner:
                 end = round_up(end + spec.capacity, RECORD_ALIGN_BYTES)
         if objects:
             files.append(PlannedFile(f"__{rank}_1.distcp", round_up(end, PAGE_BYTES)))
-        return RankPlan(rank, tuple(files), tuple(placed), tuple(objects))
+        mappings = tuple(
+            KeysSpec(path_on_rank(item.path, rank), item.keys)
+            for item in structure.mappings
+            if is_per_rank(item.path) or self._world.is_first(rank)
+        )
+        return RankPlan(rank, tuple(files), tuple(placed), tuple(objects), mappings)
 
     def _candidates(self, rank: int, structure: Structure) -> Iterator[_Item]:
-        """Everything that ``rank`` holds of what is to be written, in the structure's order."""
+        """Yield all candidates for writing that ``rank`` holds, in the structure's order."""
         held_by_rank = self._world.held_by(rank)
         for spec in structure.tensors:
             itemsize = ITEMSIZE.get(spec.dtype)
@@ -205,7 +234,7 @@ class _Planner:
                 )
             if is_per_rank(spec.path):
                 if spec.layout is not None:
-                    raise ConfigError(f"{spec.name!r} is each rank's own, so it can't be a DTensor", field=spec.name)
+                    raise ConfigError(f"{spec.name!r} is a per-rank value, so it can't be a DTensor", field=spec.name)
                 box = whole(spec.shape)
                 held = Held(box, box.offsets, (rank,))
                 name, path = name_on_rank(spec.path, rank), path_on_rank(spec.path, rank)
@@ -215,11 +244,11 @@ class _Planner:
                     yield _Item(spec, spec.name, spec.path, held, prod(held.box.sizes) * itemsize)
 
     def _own(self, rank: int, items: list[_Item]) -> list[_Item]:
-        """Those of ``items`` that ``rank`` writes: what it alone holds, and its share of each replica group."""
+        """Return the ``items`` that ``rank`` writes: those that it alone holds, and its share of each replica group."""
         shared: dict[int, tuple[tuple[int, ...], list[_Item]]] = {}
         for item in items:
             group = item.held.group
-            if len(group) > 1:  # equal groups are one object within a world, and far quicker told apart by identity
+            if len(group) > 1:  # equal groups are one object within a world, and quicker to compare by identity
                 shared.setdefault(id(group), (group, []))[1].append(item)
         if not shared:
             return items
@@ -231,12 +260,12 @@ class _Planner:
         ]
 
     def _share_out(self, group: tuple[int, ...], items: list[_Item]) -> dict[tuple[str, tuple[int, ...]], int]:
-        """Who of ``group`` writes which of the items that it holds in common: the same, whichever member asks."""
+        """Assign the items that ``group`` holds in common to its members; the result is the same on every member."""
         known = self._winners.get(group)
         if known is not None:
             return known
-        # Groups know nothing of one another. If each began with its lowest rank, the ranks that are the lowest of
-        # many groups (a whole replica under HSDP) would get the larger half of each: begin at a rank's own place.
+        # Groups are independent. If each began with its lowest rank, ranks that are the lowest of many groups (a whole
+        # replica under HSDP) would get the larger half of each: begin at a position derived from the group.
         turn = (group[0] * 0x9E3779B1 & 0xFFFFFFFF) * len(group) >> 32
         loads = [(0, order, rank) for order, rank in enumerate(group[turn:] + group[:turn])]
         heapify(loads)
@@ -250,15 +279,15 @@ class _Planner:
 
 
 class _Placer:
-    """Gives tensors their places in a file; remembers how long headers are."""
+    """Assigns positions in a file; remembers the lengths of headers."""
 
     def __init__(self) -> None:
         self._lengths: dict[tuple[str, tuple[int, ...], int], RecordShape] = {}
 
     def place(self, items: Sequence[_Item], *, file: int) -> tuple[list[PlacedTensor], int]:
-        """Give each item its place in the file with that index. Returns also the end of the last record.
+        """Give each item its place in the file with that index; also return the end of the last record.
 
-        Large ones first: headers lengthen themselves until a large payload starts on a page, which costs a page each.
+        Large ones first: their headers are padded until the payload starts on a page, which costs up to a page each.
         """
         placed: list[PlacedTensor] = []
         end = 0
@@ -266,7 +295,7 @@ class _Placer:
             spec, held, nbytes = item.spec, item.held, item.nbytes
             box = held.box
             start = -(-end // RECORD_ALIGN_BYTES) * RECORD_ALIGN_BYTES
-            # What is before and behind a payload depends on the record's place only up to a page.
+            # The bytes around a payload depend on the record's place only modulo a page.
             key = (spec.dtype, box.sizes, start % PAGE_BYTES)
             lengths = self._lengths.get(key)
             if lengths is None:
@@ -277,7 +306,7 @@ class _Placer:
                 PlacedTensor(
                     item.name,
                     item.path,
-                    spec.name,
+                    source_name(spec.name, held.number),
                     spec.dtype,
                     spec.shape,
                     box.offsets,
@@ -301,10 +330,10 @@ def _large_first(items: Sequence[_Item]) -> list[_Item]:
 def lay_out(
     rank: int, shards: Sequence[tuple[TensorSpec, Box]], objects: Sequence[ObjectSpec], *, file_bytes_max: int
 ) -> RankPlan:
-    """The plan of a rank that has been told what it writes: these boxes of these tensors, and these objects.
+    """Return the plan of a rank whose assignment is given: these boxes of these tensors, and these objects.
 
-    For savers that have a planner of their own. Files are cut so that payloads beyond ``file_bytes_max`` start a new
-    one, objects last in one of theirs. Names and paths are taken as they are: no per-rank markers.
+    For savers with their own planner. Payloads beyond ``file_bytes_max`` start a new file; objects come last, in one of
+    their own. Names and paths are used as they are: no per-rank markers.
 
     Raises:
         ConfigError: a dtype can't be stored.
@@ -331,7 +360,7 @@ def lay_out(
 
 
 def _cut(items: Sequence[_Item], bytes_max: int) -> Iterator[list[_Item]]:
-    """The items in runs of at most ``bytes_max`` bytes, or of one that is larger."""
+    """Yield the items in runs of at most ``bytes_max`` bytes, or of a single larger one."""
     part: list[_Item] = []
     nbytes = 0
     for item in items:
@@ -353,5 +382,8 @@ def _place_object(spec: ObjectSpec, rank: int, *, file: int, offset: int) -> Pla
 
 
 def round_up(value: int, step: int) -> int:
-    """The next multiple of ``step``, or ``value`` if it is one."""
+    """Return the next multiple of ``step``, or ``value`` if it is one."""
     return -(-value // step) * step
+
+
+prepare_decoding(PlacedTensor, _Item)

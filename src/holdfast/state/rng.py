@@ -1,8 +1,8 @@
-"""`RNG`: the random number generators a training run draws from, as one stateful object.
+"""Define `RNG`: the random number generators of a training run as one stateful object.
 
-It holds python's ``random``, numpy's global generator, torch's CPU generator and the current accelerator's, all of
-the calling process. It is per rank. A manager adds it to the state under ``"rng"`` unless the user's state has that
-key. An accelerator that isn't in use yet is left out: asking it would make a context on the device.
+It holds python's ``random``, numpy's global generator, torch's CPU generator and the current accelerator's, all of the
+calling process. It is per rank. A manager adds it to the state under ``"rng"`` unless the user's state has that key. An
+accelerator that isn't in use yet is left out: asking it would make a context on the device.
 
 On the same world size every generator continues exactly where it was. On another world size no stored state is any
 rank's own, so each new rank's generators are seeded afresh from a hash of (the lowest stored rank's state, the new

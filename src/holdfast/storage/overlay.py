@@ -1,8 +1,9 @@
-"""A storage that is changed in memory only: what would become of a root if something ran on it. Torch-free.
+"""A storage whose changes stay in memory, to show what a recovery would do to a root. Torch-free.
 
-Guarantees: nothing below the root changes; reads see what the calls before would have made of it.
-Assumes: what the commit protocol and recovery do: entries of the root are renamed and removed as wholes, files are made
-and renamed within one directory. For one thread at a time, but for reads.
+Guarantees: nothing below the root changes; reads see the effects of the calls before.
+Assumes: entries of the root are renamed and removed as wholes, and files are made and renamed within one directory,
+as the commit protocol and recovery do. A file that is linked or renamed to another directory is shown without its
+bytes, which nobody reads there. For one thread at a time, except reads.
 """
 
 from __future__ import annotations
@@ -11,22 +12,24 @@ import errno
 from typing import TYPE_CHECKING, NoReturn
 
 from holdfast.errors import StorageError
+from holdfast.storage.local import RenamingStorage
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+    from holdfast.storage.leases import LeaseState
     from holdfast.storage.protocol import Storage
 
 
-class Overlay:
+class Overlay(RenamingStorage):
     """`holdfast.storage.protocol.Storage` over another one, which is only read."""
 
     def __init__(self, base: Storage) -> None:
         self._base = base
         self._moved: dict[str, str | None] = {}
-        """Entries of the root as they would be: where what they hold really is, None for what would be gone."""
+        """Changed entries of the root, each with the entry that really holds its content; None: removed."""
         self._written: dict[str, bytes | None] = {}
-        """Files as they would be, None for those that would be gone."""
+        """Changed files by name; None: removed."""
 
     @property
     def root(self) -> str:
@@ -91,6 +94,10 @@ class Overlay:
     def rename(self, source: str, target: str) -> None:
         if not self.exists(source):
             self._refuse(errno.ENOENT, source)
+        if source.rpartition("/")[0] != target.rpartition("/")[0]:
+            self.link(source, target)
+            self._written[source] = None
+            return
         if "/" in source:
             self._written[target] = self.read_file(source, max_bytes=1 << 62)
             self._written[source] = None
@@ -101,14 +108,50 @@ class Overlay:
         for written in [name for name in self._written if name.startswith(f"{source}/")]:
             self._written[target + written[len(source) :]] = self._written.pop(written)
 
+    def exchange(self, first: str, second: str) -> bool:  # noqa: ARG002 - the protocol's signature
+        """Return False: two renames have the same effect."""
+        return False
+
+    def link(self, source: str, target: str) -> None:
+        if not self.exists(source):
+            self._refuse(errno.ENOENT, source)
+        self._written[target] = b""
+
+    def same_file(self, first: str, second: str) -> bool:
+        return first == second and self.exists(first)
+
     def sync_dir(self, name: str) -> None:
-        """Nothing is to be made durable."""
+        """Do nothing: nothing is durable here."""
 
     def unlink(self, name: str) -> None:
         self._written[name] = None
 
     def remove_tree(self, name: str) -> None:
         self._moved[name] = None
+
+    def path(self, name: str) -> str:
+        return self._base.path(name)
+
+    def make_root(self) -> None:
+        """Do nothing."""
+
+    def observe_lease(self, directory: str, name: str) -> LeaseState | None:
+        return self._base.observe_lease(self._there(directory), name)
+
+    def target(self, directory: str) -> NoReturn:
+        self._refuse(errno.EROFS, directory)
+
+    def hold_lease(self, directory: str, name: str, *, rank: int) -> NoReturn:  # noqa: ARG002 - the protocol's
+        self._refuse(errno.EROFS, directory)
+
+    def lock(self, *, timeout_s: float = 0.0, made_at: str = "") -> NoReturn:  # noqa: ARG002 - the protocol's
+        self._refuse(errno.EROFS, "")
+
+    def lock_path(self, name: str, *, timeout_s: float = 0.0) -> NoReturn:  # noqa: ARG002 - the protocol's
+        self._refuse(errno.EROFS, name)
+
+    def sweep_locks(self) -> None:
+        """Do nothing."""
 
     def _there(self, name: str) -> str:
         real = self._real(name)

@@ -1,4 +1,4 @@
-"""Weight sync: versions of weights from a trainer to rollout workers, whole or not at all.
+"""Weight sync: versions of weights from a trainer to rollout workers, applied completely or not at all.
 
     publisher = holdfast.sync.Publisher(holdfast.sync.SharedMemoryTransport("/tmp/run"))      # on every trainer rank
     publisher.publish(model.state_dict(), version)
@@ -15,9 +15,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from holdfast.sync.protocol import Published
     from holdfast.sync.publisher import Publisher
     from holdfast.sync.receiver import Receiver
-    from holdfast.sync.seam import Published
     from holdfast.sync.transports.cuda_ipc import CudaIpcTransport
     from holdfast.sync.transports.directory import DirectoryTransport
     from holdfast.sync.transports.nixl import NixlTransport
@@ -29,7 +29,7 @@ _WHERE = {
     "DirectoryTransport": "holdfast.sync.transports.directory",
     "NixlTransport": "holdfast.sync.transports.nixl",
     "ProcessGroupTransport": "holdfast.sync.transports.process_group",
-    "Published": "holdfast.sync.seam",
+    "Published": "holdfast.sync.protocol",
     "Publisher": "holdfast.sync.publisher",
     "Receiver": "holdfast.sync.receiver",
     "SharedMemoryTransport": "holdfast.sync.transports.shared_memory",

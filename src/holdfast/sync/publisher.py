@@ -1,14 +1,17 @@
-"""The publisher that users hold: what it was given is checked here, the last version is known here."""
+"""`Publisher`, the publisher's public class: checks arguments and keeps the last version."""
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, Final
 
-from holdfast.arguments import STEP_MAX, checked_seconds
+from holdfast.coordination.deadline import Deadline
+from holdfast.coordination.store import board_lost_told
+from holdfast.engine.at_exit import close_later, end_at_exit
 from holdfast.errors import ConfigError
-from holdfast.sync.deadline import Deadline
-from holdfast.sync.pieces import named_tensors
-from holdfast.sync.seam import Published, PublisherOptions
+from holdfast.sync.protocol import Published, PublisherOptions
+from holdfast.sync.weights.pieces import named_tensors
+from holdfast.validation import STEP_MAX, checked_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -18,37 +21,39 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from holdfast.manager import CheckpointManager
-    from holdfast.sharing import Shares
-    from holdfast.sync.seam import Transport
+    from holdfast.saver.capture import SharedCaptures
+    from holdfast.sync.protocol import Transport
 
 __all__ = ["Published", "Publisher"]
 
 _BYTES_MAX: Final = (1 << 63) - 1
-"""Messages between the sides keep 64 bits for it."""
+"""Messages between the sides store it in 64 bits."""
+_START_S: Final = 120.0
+"""Approximate timeout for all ranks to make a publisher."""
 
 
 class Publisher:
-    """Sends weights from the trainer to whoever receives them, a whole version at a time.
+    """Sends weights from the trainer to receivers, one complete version at a time.
 
     Made on every rank that has a part of the weights, with the same arguments; a context manager. For one thread at a
     time.
 
     Args:
-        transport: how versions travel.
-        bucket_bytes: tensors travel in buckets of at most this many bytes (1 and more), two of which are under way at a
-            time. In host memory they are smaller where larger ones gain nothing.
+        transport: how versions are transferred.
+        bucket_bytes: tensors are sent in buckets of at most this many bytes (1 and more), two of which are in flight at
+            a time. In host memory buckets are smaller if larger ones gain nothing.
         bypass_cpu: True: `publish` sends from the tensors themselves, stages nothing in host memory, and returns when
-            receivers have the version. False: it copies them into host memory and returns; receivers come for them
-            when they like.
-        keep_versions: so many versions are kept in host memory (1 and more; ``bypass_cpu=False`` only), beside those
-            that are pinned.
+            receivers have the version. False: it copies them into host memory and returns; receivers fetch them at any
+            time.
+        keep_versions: number of versions kept in host memory (1 and more; ``bypass_cpu=False`` only), besides pinned
+            ones.
         atomic_fleet: receivers of a version commit it together or not at all.
         receivers: how many must have joined before the first version is sent directly, or to a fleet (1 and more).
-        delta: send only what has changed, where a receiver has an older version.
-        full_every: with ``delta``, every so many versions a receiver gets all of it again, and verifies it whole.
-        manager: the `CheckpointManager` that saves these weights, on the same ranks (``bypass_cpu=False`` only). What
-            is published between a save and the next update is not copied off the device once more: the version keeps
-            the memory that the save was captured in, all of it, until it is evicted. Publish on the thread that trains.
+        delta: send only what has changed to a receiver that has an older version.
+        full_every: with ``delta``, one of this many versions is sent to a receiver completely, and verified as a whole.
+        manager: the `CheckpointManager` that saves these weights, on the same ranks (``bypass_cpu=False`` only). A
+            version published between a save and the next update is not copied off the device again: it keeps the whole
+            memory of the save's capture until it is evicted. Publish on the training thread.
     """
 
     def __init__(
@@ -73,9 +78,17 @@ class Publisher:
             full_every=_positive("full_every", full_every),
             captures=None if manager is None else _captures_of(manager, bypass_cpu=bypass_cpu),
         )
-        self._half = checked_transport(transport).publishing(options)
+        with board_lost_told("making a publisher", _START_S):
+            self._half = checked_transport(transport).publishing(options)
         self._newest: int | None = None
         self._closed = False
+        self._owner = os.getpid()
+        self._stay_at_exit = end_at_exit(self, lambda publisher, _: publisher.close())
+
+    def __del__(self) -> None:
+        """Close a forgotten publisher on another thread, since a finalizer may run at any point of the program."""
+        if not getattr(self, "_closed", True) and os.getpid() == self._owner:
+            close_later("a Publisher", self._half.close)
 
     def publish(
         self,
@@ -85,18 +98,18 @@ class Publisher:
     ) -> Published:
         """Publish ``weights`` as ``version``. All ranks call it alike.
 
-        With ``bypass_cpu`` returns when every receiver that takes part has committed the version or was given up;
-        until then the tensors must not change. Otherwise returns when they are copied.
+        With ``bypass_cpu`` returns when every receiver that takes part has committed the version or was given up; until
+        then the tensors must not change. Otherwise returns when they are copied.
 
         Args:
             weights: tensors and DTensors by name. Equal plain names on several ranks are replicas of one value; names
                 that only some ranks have are sent by those.
-            version: an integer >= 0, greater than that of any publish before.
+            version: an integer >= 0, greater than that of any earlier publish.
             timeout: seconds, for all of it.
 
         Raises:
-            ConfigError: an argument can't be used; the version isn't greater than the last one, or than what a
-                receiver already has of an earlier publisher; a row is longer than a bucket.
+            ConfigError: an invalid argument; a version not greater than the last one, or than what a receiver has from
+                an earlier publisher; a row longer than a bucket.
             StateMismatch: a receiver has other tensors, or ranks disagree on one.
             CheckpointCorrupt: a receiver got other bytes than were sent. PeerLost: a publisher rank ended; with
                 ``atomic_fleet`` also a receiver.
@@ -105,7 +118,8 @@ class Publisher:
         self._check_open()
         deadline = Deadline.after(checked_seconds("timeout", timeout))
         version = checked_version(version)
-        published = self._half.publish(lambda: self._checked(weights, version), version, deadline)
+        with board_lost_told(f"publishing version {version}", timeout):
+            published = self._half.publish(lambda: self._checked(weights, version), version, deadline)
         self._newest = version
         return published
 
@@ -120,18 +134,18 @@ class Publisher:
         return named_tensors(weights)
 
     def pin(self, version: int) -> None:
-        """Keep ``version`` until it is unpinned. Raises `CheckpointNotFound` if it isn't kept (any more)."""
+        """Keep ``version`` until it is unpinned. Raises `CheckpointNotFound` if it isn't kept."""
         self._check_open()
         self._half.pin(checked_version(version))
 
     def unpin(self, version: int) -> None:
-        """Let ``version`` go when its turn comes; fine if it isn't pinned."""
+        """Make ``version`` evictable again, if it was pinned."""
         self._check_open()
         self._half.unpin(checked_version(version))
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """The versions that receivers can ask for, ascending."""
+        """The versions that receivers can request, ascending."""
         return tuple(self._half.versions)
 
     def _check_open(self) -> None:
@@ -139,10 +153,11 @@ class Publisher:
             raise ConfigError("this publisher is closed; make a new one", field="publisher")
 
     def close(self) -> None:
-        """End all connections; receivers that wait are told. Idempotent."""
+        """End all connections; waiting receivers are told. Idempotent."""
         if not self._closed:
             self._closed = True
             self._half.close()
+            self._stay_at_exit()
 
     def __enter__(self) -> Self:
         return self
@@ -154,14 +169,14 @@ class Publisher:
 
 
 def checked_version(version: object) -> int:
-    """``version``; `ConfigError` unless it is an integer from 0 to 2**63 - 1."""
+    """Return ``version``; raise `ConfigError` unless it is an integer from 0 to 2**63 - 1."""
     if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version <= STEP_MAX:
         raise ConfigError(f"version must be an integer from 0 to 2**63 - 1, not {version!r}", field="version")
     return version
 
 
 def checked_transport(transport: Any) -> Transport:
-    """``transport``; `ConfigError` unless it is one."""
+    """Return ``transport``; raise `ConfigError` unless it is one."""
     if isinstance(transport, type) or not hasattr(transport, "publishing") or not hasattr(transport, "receiving"):
         raise ConfigError(
             f"transport is {transport!r}; expected one of holdfast.sync, such as SharedMemoryTransport(rendezvous)",
@@ -171,7 +186,7 @@ def checked_transport(transport: Any) -> Transport:
     return found
 
 
-def _captures_of(manager: Any, *, bypass_cpu: bool) -> Shares:
+def _captures_of(manager: Any, *, bypass_cpu: bool) -> SharedCaptures:
     if bypass_cpu:
         raise ConfigError(
             "manager: nothing is staged in host memory with bypass_cpu=True, so there is no capture to share; make the "
@@ -183,7 +198,7 @@ def _captures_of(manager: Any, *, bypass_cpu: bool) -> Shares:
         raise ConfigError(
             f"manager must be a CheckpointManager that saves (load_only=False), not {manager!r:.200}", field="manager"
         )
-    captures: Shares = found
+    captures: SharedCaptures = found
     return captures
 
 
@@ -195,7 +210,7 @@ def _positive(name: str, value: object, most: int | None = None) -> int:
 
 
 def checked_flag(name: str, value: object) -> bool:
-    """``value``; `ConfigError` unless it is True or False."""
+    """Return ``value``; raise `ConfigError` unless it is True or False."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name} must be True or False, not {value!r}", field=name)
     return value

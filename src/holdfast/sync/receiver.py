@@ -1,55 +1,67 @@
-"""The receiver that users hold: what it was given is checked here, what it has is known here."""
+"""`Receiver`, the receiver's public class: checks arguments and keeps the current version."""
 
 from __future__ import annotations
 
+import functools
+import os
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
-from holdfast.arguments import checked_seconds
+from holdfast.coordination.deadline import Deadline
+from holdfast.coordination.store import board_lost_told
+from holdfast.engine.at_exit import close_later, end_at_exit
 from holdfast.errors import ConfigError
-from holdfast.sync.applying import Applier
-from holdfast.sync.deadline import Deadline
 from holdfast.sync.publisher import checked_flag, checked_transport, checked_version
+from holdfast.sync.weights.apply import TargetFactory
+from holdfast.validation import checked_seconds
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from typing_extensions import Self
 
-    from holdfast.sync.seam import Destination, Transport
+    from holdfast.sync.protocol import Destination, Receiving, Transport
 
 _CLOSE_S: Final = 10.0
-"""A receive that another thread is at hears of `Receiver.close` sooner, but for what the user's function takes."""
+"""How long `close` waits for a receive on another thread, which normally stops sooner unless in the user's function."""
 
 
 class Receiver:
-    """Brings published weights into this process, a whole version at a time.
+    """Receives published weights in this process, one complete version at a time.
 
-    Made once a process that receives; a context manager. For one thread at a time; any may look at `version` and
-    `dirty`, or `close` it.
+    Make one per receiving process; a context manager. For one thread at a time; any thread may read `version` and
+    `dirty`, or call `close`.
 
     Args:
-        transport: how versions travel; the same kind as the publisher's, with the same rendezvous or directory.
+        transport: how versions are transferred; the same kind as the publisher's, with the same rendezvous or
+            directory.
     """
 
     def __init__(self, transport: Transport) -> None:
         self._half = checked_transport(transport).receiving()
-        self._applier = Applier()
+        self._applier = TargetFactory()
         self._version: int | None = None
         self._dirty = False
         self._closed = False
         self._turn = threading.Lock()
         self._under_way: Destination | None = None
         self._thread: int | None = None
+        self._owner = os.getpid()
+        self._stay_at_exit = end_at_exit(self, lambda receiver, _: receiver.close())
+
+    def __del__(self) -> None:
+        """Close a forgotten receiver on another thread, since a finalizer may run at any point of the program."""
+        if not getattr(self, "_closed", True) and os.getpid() == self._owner:
+            close_later("a Receiver", functools.partial(_close, self._half))
 
     @property
     def version(self) -> int | None:
-        """The version that was committed last; None before the first. While `dirty` it is no longer there whole."""
+        """The version that was committed last; None before the first. While `dirty`, it is no longer complete."""
         return self._version
 
     @property
     def dirty(self) -> bool:
-        """Whether the weights may be a mix of versions: don't serve them. Only a receive that succeeds ends it."""
+        """True while the weights may be a mix of versions: don't serve them. Ended only by a successful receive."""
         under_way = self._under_way
         return self._dirty or (under_way is not None and under_way.dirty)
 
@@ -60,25 +72,27 @@ class Receiver:
         timeout: float = 600.0,
         streaming: bool = False,  # noqa: FBT001, FBT002
     ) -> int:
-        """Bring one version into ``into`` and commit it there; returns its number when all of it is in place.
+        """Receive one version into ``into`` and commit it there; return its number when all of it is in place.
 
         Args:
-            into: an ``nn.Module`` (its parameters must be what is published; buffers may be), a dictionary of tensors
-                (exactly what is published), or a function ``apply(name, tensor)`` that is called with every tensor,
-                whole. DTensors take their own part.
-            version: exactly this one, also an older one that is kept; None: the newest that is newer than what this
-                receiver has. Either is waited for if it is yet to come.
+            into: an ``nn.Module`` (its parameters must equal the published ones; buffers may be published), a
+                dictionary of tensors (exactly the published ones), or a function ``apply(name, tensor)`` that is called
+                with every complete tensor. DTensors receive their own part.
+            version: exactly this version, which may be an older one that is kept; None: the newest that is newer than
+                what this receiver has. Waits for one that is yet to come.
             timeout: seconds, for all of it.
-            streaming: write straight into ``into`` instead of a shadow that is copied at the end. Takes no memory, but
-                what is there is `dirty` from the first byte on until the version is whole, also after a failure.
+            streaming: write straight into ``into`` instead of a shadow that is copied at the end. Needs no memory, but
+                the weights are `dirty` from the first byte until the version is complete, also after a failure.
 
         Raises:
-            StateMismatch: ``into`` isn't what is published. CheckpointNotFound: ``version`` isn't kept any more.
+            StateMismatch: ``into`` doesn't match what is published. CheckpointNotFound: ``version`` isn't kept any
+                more.
             CheckpointCorrupt: bytes did not arrive as they were sent. PeerLost: a publisher rank ended.
-            DeadlineExceeded: no version in time. ConfigError: an argument can't be used, or what is published is
-                older than what this receiver has.
-            What ``apply`` raises. In each case `version` is what it was, and without ``streaming`` so are the weights,
-            unless a function or the copying itself failed half way (then it is `dirty`).
+            DeadlineExceeded: no version in time. ConfigError: an invalid argument, or the published version is older
+                than what this receiver has.
+            Errors of ``apply``. In each case `version` is unchanged, and without ``streaming`` so are the weights,
+                unless a
+            function or the copying itself failed half way (then `dirty` is True).
         """
         self._check_open()
         deadline = Deadline.after(checked_seconds("timeout", timeout))
@@ -93,7 +107,8 @@ class Receiver:
         try:
             self._check_open()
             self._thread = threading.get_ident()
-            return self._receive(into, version, deadline, streaming=streaming)
+            with board_lost_told("receiving a version", timeout):
+                return self._receive(into, version, deadline, streaming=streaming)
         finally:
             self._thread = None
             self._turn.release()
@@ -102,12 +117,12 @@ class Receiver:
         destination = self._applier.destination(into, streaming=streaming, committed=self._has_committed)
         newer_than = self._version
         if self._dirty and newer_than is not None:
-            newer_than -= 1  # what it has is no longer there whole: the same version will do
+            newer_than -= 1  # its version is no longer complete: the same one may be received again
         self._under_way = destination
         try:
             return self._half.receive(destination, version, newer_than, deadline)
         finally:
-            # A receive that fails before it has touched anything ends no dirtiness of an earlier one.
+            # A receive that fails before it has changed anything leaves the weights as dirty as they were.
             self._dirty = self._dirty or destination.dirty
             self._under_way = None
 
@@ -119,7 +134,7 @@ class Receiver:
             raise ConfigError("this receiver is closed; make a new one", field="receiver")
 
     def close(self) -> None:
-        """Leave: the publisher doesn't wait for this receiver any more. Idempotent.
+        """Leave: the publisher stops waiting for this receiver. Idempotent.
 
         A `receive` that waits, on another thread, ends with a `ConfigError`.
         """
@@ -133,6 +148,7 @@ class Receiver:
         finally:
             if waits:
                 self._turn.release()
+            self._stay_at_exit()
 
     def __enter__(self) -> Self:
         return self
@@ -141,3 +157,8 @@ class Receiver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _close(half: Receiving) -> None:
+    half.leave()
+    half.close()

@@ -1,7 +1,7 @@
-"""Something for an engine to persist, and what must come of it: for tests and benchmarks. Torch-free; Linux.
+"""Sample data for an engine to persist, and a check of the result: for tests and benchmarks. Torch-free; Linux.
 
 `Sample` is a sealed memfd of reproducible bytes with a write plan over it; `Sample.check` compares a directory and a
-report with what the plan asks for, by other means than the engine's own.
+report with the plan, independently of the engine's code.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Sample:
         return AddPlan(1, tuple(self.rows), self.tensor_offsets, self.tensor_sizes, b"an index")
 
     def register(self, client: EngineClient) -> tuple[int, int]:
-        """Hand image and plan to an engine; returns their numbers."""
+        """Send image and plan to an engine; return their numbers."""
         image = client.add_image(self.fd, self.nbytes)
         plan = client.add_plan(
             self.rows, tensor_offsets=self.tensor_offsets, tensor_sizes=self.tensor_sizes, index=b"an index"
@@ -86,7 +86,7 @@ class Sample:
                 assert file.read() == self.view[row.image_offset : row.image_offset + row.size], row.name
 
     def check(self, directory: str) -> Report:
-        """Raise `AssertionError` unless files and report are right; returns the report."""
+        """Raise `AssertionError` unless files and report are right; return the report."""
         self.check_files(directory)
         path = os.path.join(directory, REPORT_NAME)
         with open(path, "rb") as stored:
@@ -99,7 +99,7 @@ class Sample:
         return report
 
     def close(self) -> None:
-        """Let go of the image; it is unmapped when the last view of it is gone."""
+        """Release the image; it is unmapped when its last view is gone."""
         self.view.release()
         del self._map
         os.close(self.fd)
@@ -112,7 +112,7 @@ def _sum(data: memoryview) -> bytes:
 def persist(
     client: EngineClient, directory: str | os.PathLike[str], image: int, plan: int, attempt: str = "t1"
 ) -> None:
-    """Start persisting into ``directory``, as one rank of six at step 7; returns when the engine has been told."""
+    """Start persisting into ``directory``, as one rank of six at step 7; returns once the request is sent."""
     dir_fd = os.open(directory, os.O_RDONLY)
     try:
         client.persist(

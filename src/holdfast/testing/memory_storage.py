@@ -1,9 +1,9 @@
-"""A storage in memory that can lose what was not fsynced, as a power cut does. Torch-free, for tests.
+"""Store files in memory and lose unsynced ones on demand, like a power cut. Torch-free, for tests.
 
-Guarantees: keeps `holdfast.storage.protocol.Storage`; changes of a directory are volatile until it is synced, and
-`lose_unsynced` takes back a suffix of them, directory by directory, as a journal would. File contents are durable when
-`write_file` returns, as its contract says.
-Does not: model a file system that reorders changes of one directory. Any thread may call anything.
+Guarantees: implements `holdfast.storage.protocol.Storage`; changes of a directory are volatile until it is synced, and
+`lose_unsynced` reverts a suffix of them, directory by directory, as a journal would; a rename between directories is
+durable at once. File contents are durable when `write_file` returns, as its contract says. Thread-safe.
+Does not: model a file system that reorders changes of one directory.
 """
 
 from __future__ import annotations
@@ -11,16 +11,27 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from typing import TYPE_CHECKING, NoReturn
+import time
+from typing import TYPE_CHECKING, Final, NoReturn
 
-from holdfast.errors import StorageError
+from holdfast.errors import RootLocked, StorageError
+from holdfast.storage.leases import LeaseState, decode_record, encode_record, new_record
+from holdfast.storage.local import RenamingStorage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
+    from typing_extensions import Self
+
+_PAUSE_S: Final = 0.01
+
+
+class _File(bytes):
+    """A file: a separate object for each, even with equal contents."""
+
 
 class _Dir:
-    """A directory: its entries now, and what it held after each change since it was last synced, oldest first."""
+    """A directory: its entries now, and after each change since it was last synced, oldest first."""
 
     def __init__(self) -> None:
         self.entries: dict[str, _Dir | bytes] = {}
@@ -33,17 +44,94 @@ class _Dir:
         self.history = [dict(self.entries)]
 
 
-class MemoryStorage:
+class _Lock:
+    """A lock that is held until released."""
+
+    def __init__(self, held: set[str], name: str) -> None:
+        self._held, self._name = held, name
+        self._released = False
+
+    def renew(self) -> None:
+        """Do nothing: the root is never replaced."""
+
+    def release(self) -> None:
+        if not self._released:
+            self._released = True
+            self._held.discard(self._name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class _Lease:
+    """A lease whose holder lives, but sends no beats."""
+
+    def __init__(self, storage: MemoryStorage, name: str, rank: int) -> None:
+        self._storage, self._name = storage, name
+        storage.write_file(name, encode_record(new_record(rank)))
+
+    def stop(self, *, wait_s: float) -> None:
+        del wait_s
+        self._storage.unlink(self._name)
+
+
+class MemoryStorage(RenamingStorage):
     """`holdfast.storage.protocol.Storage` in memory."""
 
-    def __init__(self, root: str = "/memory") -> None:
+    def __init__(self, root: str = "/memory", *, exchanges: bool = True) -> None:
+        """exchanges: two entries can be exchanged, as on a local file system."""
         self._root_name = root
+        self.exchanges = exchanges
         self._root = _Dir()
         self._lock = threading.RLock()
+        self._locked: set[str] = set()
+        """Locked names; ``""`` for the root."""
 
     @property
     def root(self) -> str:
         return self._root_name
+
+    def path(self, name: str) -> str:
+        return f"{self._root_name}/{name}" if name else self._root_name
+
+    def make_root(self) -> None:
+        """Do nothing: the root exists."""
+
+    def target(self, directory: str) -> NoReturn:
+        """Raise: no other process sees this memory."""
+        self._refuse(directory, errno.EOPNOTSUPP)
+
+    def hold_lease(self, directory: str, name: str, *, rank: int) -> _Lease:
+        return _Lease(self, f"{directory}/{name}", rank)
+
+    def observe_lease(self, directory: str, name: str) -> LeaseState | None:
+        with self._lock:
+            found = self._find(f"{directory}/{name}")
+        return LeaseState(decode_record(found), 0, flock_free=None) if isinstance(found, bytes) else None
+
+    def lock(self, *, timeout_s: float = 0.0, made_at: str = "") -> _Lock:
+        return self._locked_as("", timeout_s, made_at)
+
+    def lock_path(self, name: str, *, timeout_s: float = 0.0) -> _Lock:
+        return self._locked_as(name, timeout_s)
+
+    def sweep_locks(self) -> None:
+        """Do nothing: locks end with this process."""
+
+    def _locked_as(self, name: str, timeout_s: float, made_at: str = "") -> _Lock:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                if name not in self._locked:
+                    self._locked.add(name)
+                    return _Lock(self._locked, name)
+            if time.monotonic() >= deadline:
+                path = self.path(name)
+                raise RootLocked(f"{path} is locked by another writer {made_at}", path=path, by="this process")
+            time.sleep(_PAUSE_S)
 
     def lose_unsynced(self, keep: Callable[[int], int]) -> None:
         """Cut the power: each directory keeps the first ``keep(n)`` (0 to n) of its ``n`` changes since its sync."""
@@ -80,7 +168,7 @@ class MemoryStorage:
             parent, last = self._parent(name)
             if last in parent.entries:
                 self._refuse(name, errno.EEXIST)
-            parent.entries[last] = bytes(data)
+            parent.entries[last] = _File(data)
             parent.changed()
 
     def read_file(self, name: str, *, max_bytes: int) -> bytes:
@@ -130,8 +218,41 @@ class MemoryStorage:
             del old_parent.entries[old]
             new_parent.entries[new] = moved
             old_parent.changed()
-            if new_parent is not old_parent:
+            if new_parent is not old_parent:  # one journal entry: it is never missing in both
                 new_parent.changed()
+                old_parent.sync()
+                new_parent.sync()
+
+    def exchange(self, first: str, second: str) -> bool:
+        if not self.exchanges:
+            return False
+        with self._lock:
+            parent, one = self._parent(first)
+            other_parent, other = self._parent(second)
+            for name, entries, last in ((first, parent.entries, one), (second, other_parent.entries, other)):
+                if last not in entries:
+                    self._refuse(name, errno.ENOENT)
+            parent.entries[one], other_parent.entries[other] = other_parent.entries[other], parent.entries[one]
+            parent.changed()
+            if other_parent is not parent:
+                other_parent.changed()
+            return True
+
+    def link(self, source: str, target: str) -> None:
+        with self._lock:
+            found = self._find(source)
+            if isinstance(found, _Dir):
+                self._refuse(source, errno.EPERM)
+            parent, last = self._parent(target)
+            if last in parent.entries:
+                self._refuse(target, errno.EEXIST)
+            parent.entries[last] = self._file(source)
+            parent.changed()
+
+    def same_file(self, first: str, second: str) -> bool:
+        with self._lock:
+            found = self._find(first)
+            return found is not None and found is self._find(second)
 
     def sync_dir(self, name: str) -> None:
         with self._lock:

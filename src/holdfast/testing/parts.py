@@ -1,7 +1,7 @@
-"""Files for the engines of several ranks to write parts of, and what must come of it: for tests. Torch-free; Linux.
+"""Sample files that engines of several ranks write together, and a check of the result: for tests. Torch-free; Linux.
 
-Each block of 1 MiB has one owner, drawn at random; a rank's blocks that follow each other are one part, or several. An
-image holds a rank's parts in any order with rubbish between them, none of which may get into a file.
+Each block of 1 MiB has one owner, drawn at random; consecutive blocks of a rank are one part, or several. An image
+holds a rank's parts in any order with garbage between them, none of which may get into a file.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from holdfast.engine.checksums import compile_plan
 from holdfast.engine.messages import AddPlan, FileRow
-from holdfast.format.manifest import RankIndex, encode_index
-from holdfast.format.parts import BLOCK_BYTES, FilePart
+from holdfast.format.manifest import BLOCK_BYTES, PAGE_BYTES, FilePart, RankIndex, encode_index
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,12 +21,11 @@ if TYPE_CHECKING:
     from holdfast.engine.checksums import WritePlan
     from holdfast.engine.client import EngineClient
 
-ALIGN_BYTES: Final = 4096
 INDEX: Final = encode_index(RankIndex((), ()))
 
 
 def random_parts(sizes: Mapping[str, int], world: int, *, seed: int = 0) -> list[list[FilePart]]:
-    """Files of ``sizes`` bytes by name, cut into parts, by rank; each rank's in an order of its own."""
+    """Return files of ``sizes`` bytes by name, cut into parts, by rank; each rank's in random order."""
     chance = random.Random(seed)  # noqa: S311 - reproducible cuts, not secrets
     parts: list[list[FilePart]] = [[] for _ in range(world)]
     for name, total in sizes.items():
@@ -47,11 +45,11 @@ def random_parts(sizes: Mapping[str, int], world: int, *, seed: int = 0) -> list
 
 
 class SharedSample:
-    """Reproducible files, and for each rank a sealed image and the rows that write its parts of them from there.
+    """Reproducible files, and for each rank a sealed image and the rows that write its parts from there.
 
     Attributes:
-        contents: what each file holds, by name.
-        parts: who writes what of them, by rank.
+        contents: contents of each file, by name.
+        parts: which parts each rank writes, by rank.
     """
 
     def __init__(
@@ -72,10 +70,10 @@ class SharedSample:
             self._add_image(own)
 
     def _add_image(self, own: Sequence[FilePart]) -> None:
-        rows, at = [], ALIGN_BYTES
+        rows, at = [], PAGE_BYTES
         for part in own:
             rows.append(FileRow(part.name, part.size, at, part.offset, part.total))
-            at += -(-part.size // ALIGN_BYTES) * ALIGN_BYTES + ALIGN_BYTES
+            at += -(-part.size // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES
         fd = os.memfd_create("holdfast-parts", os.MFD_CLOEXEC)
         os.ftruncate(fd, at)
         view = memoryview(mmap.mmap(fd, at))
@@ -88,11 +86,11 @@ class SharedSample:
         self.fds.append(fd)
 
     def plan(self, rank: int) -> WritePlan:
-        """What the engine of ``rank`` makes of its rows."""
+        """Return the write plan of ``rank``'s rows."""
         return compile_plan(AddPlan(1, tuple(self.rows[rank]), b"", b"", INDEX))
 
     def register(self, rank: int, client: EngineClient) -> tuple[int, int]:
-        """Hand image and plan to the engine of ``rank``; returns their numbers."""
+        """Send image and plan to the engine of ``rank``; return their numbers."""
         image = client.add_image(self.fds[rank], len(self.views[rank]))
         return image, client.add_plan(self.rows[rank], tensor_offsets=b"", tensor_sizes=b"", index=INDEX)
 
@@ -105,7 +103,7 @@ class SharedSample:
             assert found == content, name
 
     def close(self) -> None:
-        """Let go of the images."""
+        """Release the images."""
         for fd, view in zip(self.fds, self.views, strict=True):
             view.release()
             os.close(fd)

@@ -1,12 +1,12 @@
-"""Hold copies back, so that what races by luck alone races every time.
+"""Hold copies back, so that races that depend on luck happen every time.
 
     with held_copies() as gate:
         manager.save(1)           # nothing of the live state is copied yet
-        ...                       # forward, backward: whatever may go on meanwhile
+        ...                       # forward, backward: anything may happen meanwhile
         optimizer.step()          # waits for the copies, which begin only now
 
 Guarantees: copies begin when the thread that made the gate waits for them, or when `Gate.open` is called; nothing here
-sleeps. A gate that nobody opens opens itself after `PATIENCE_S`, so that a broken test fails instead of hanging.
+sleeps. A gate that is never opened opens itself after `PATIENCE_S`, so that a broken test fails instead of hanging.
 Assumes one gate at a time in a process.
 """
 
@@ -17,7 +17,7 @@ import threading
 from typing import TYPE_CHECKING, Final
 from unittest import mock
 
-from holdfast.staging import stager
+from holdfast.staging import copy_job as stager
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +28,7 @@ PATIENCE_S: Final = 30.0
 
 
 class Gate:
-    """What copies have to pass."""
+    """A gate in front of all copies."""
 
     def __init__(self, *, opens_for_updates: bool) -> None:
         self._open = threading.Event()
@@ -36,10 +36,10 @@ class Gate:
         self._trainer = threading.current_thread()
         self._opens_for_updates = opens_for_updates
         self.passed = 0
-        """Batches copied; not one of them while the gate was closed."""
+        """Batches copied, none of them while the gate was closed."""
 
     def open(self) -> None:
-        """Let copies begin."""
+        """Start the copies."""
         self._open.set()
 
     def close(self) -> None:
@@ -48,7 +48,7 @@ class Gate:
         self._open.clear()
 
     def wait_arrived(self, timeout_s: float = PATIENCE_S) -> bool:
-        """Return when a batch has come to the gate since it was closed; False if none has."""
+        """Wait until a batch has reached the gate since it was closed; return False if none has."""
         return self._arrived.wait(timeout_s)
 
     def pass_through(self) -> None:
@@ -57,7 +57,7 @@ class Gate:
         self.passed += 1
 
     def lets_help(self) -> bool:
-        """Whether the calling thread may take batches: the one that trains must not get stuck at a closed gate."""
+        """Return True if the calling thread may take batches: the training thread must not block at a closed gate."""
         if threading.current_thread() is not self._trainer:
             return True
         if self._opens_for_updates:
@@ -67,7 +67,7 @@ class Gate:
 
 @contextlib.contextmanager
 def held_copies(*, opens_for_updates: bool = True) -> Iterator[Gate]:
-    """A closed `Gate` before all copies of live tensors, gone when the block ends.
+    """Yield a closed `Gate` in front of all copies of live tensors; removed when the block ends.
 
     opens_for_updates: it opens when the calling thread waits for copies: an optimizer step, `before_update`, a result.
     Otherwise that thread waits, as it would for a slow copy of another thread.

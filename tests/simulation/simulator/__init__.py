@@ -4,7 +4,8 @@
     filesystem   inodes, and what a power cut leaves of those that were not synced
     system       `os`, `fcntl` and `shutil` over that file system, with slow and failing calls
     store        a Store of torch's kind whose connections are slow, drop and end
-    objects      an object store, the storage over it, and an engine that puts objects
+    objects      an object store, below the real client and the real storage
+    bucket_view  what is in it, as the checker sees it
     engine       an engine process: the real engine's control loop and attempts, its socket simulated
     seams        where the simulated system is put in place of the real one
     job          trainers: sessions, saves, retention, restarts; and engines that outlive them

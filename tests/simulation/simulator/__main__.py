@@ -14,6 +14,7 @@ have been, 1 otherwise.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 
@@ -60,8 +61,8 @@ def crash(stride, part, parts):
 
 def run_without_faults():
     whole, statuses = True, set()
-    for seed, ranks in enumerate((1, 2, 3, 4, 5)):
-        result = run_schedule(seed, faults=small_world(ranks, overwrite=False))
+    for seed, (ranks, does) in enumerate(itertools.product((1, 2, 3, 4, 5), ("saves", "saves to a store"))):
+        result = run_schedule(seed, faults=small_world(ranks, overwrite="", does=does))
         whole = whole and result.breach is None
         statuses.update(result.statuses)
     tell(statuses=sorted(statuses))

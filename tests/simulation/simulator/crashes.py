@@ -8,13 +8,24 @@ import itertools
 from simulator.faults import Faults
 from simulator.schedule import run_schedule
 
-WORLDS = ((1, False, False), (1, True, False), (2, False, False), (3, True, False), (2, False, True))
-"""Ranks, whether the second save is put in place of the first or after it, and whether they export as well."""
+WORLDS = (
+    (1, "", "saves"),
+    (1, "renames", "saves"),
+    (1, "exchange", "saves"),
+    (2, "", "saves"),
+    (3, "exchange", "saves"),
+    (2, "", "exports"),
+    (1, "", "saves to a store"),
+    (1, "replaces", "saves to a store"),
+    (2, "", "saves to a store"),
+)
+"""Ranks; how the second save is put in place of the first, or ``""`` for after it; what they do."""
 
 
 @functools.cache
-def small_world(ranks, *, overwrite, exports=False):
-    """Two saves of ``ranks`` ranks, without faults; ``exports``: one, and an export."""
+def small_world(ranks, *, overwrite, does="saves"):
+    """Two saves of ``ranks`` ranks, without faults; "exports": one, and an export."""
+    exports, objects = does == "exports", does == "saves to a store"
 
     def draw(rng):
         faults = Faults(rng)
@@ -23,6 +34,9 @@ def small_world(ranks, *, overwrite, exports=False):
         faults.exports = 1.0 if exports else 0.0
         faults.keep_last = 1
         faults.overwrites = 1.0 if overwrite else 0.0
+        faults.exchanges = overwrite == "exchange"
+        faults.objects = objects
+        faults.foreign = bool(overwrite) and not objects
         faults.launcher_waits_s = 0.0
         return faults
 
@@ -39,6 +53,7 @@ class Strike:
         if after == self.after and sim.faults.active:
             self.count += 1
             if self.count == self.number:
+                sim.faults.struck = True
                 self.how(sim, job, process)
 
 
@@ -60,9 +75,9 @@ POINTS = {"power cut": cut_power, "job killed": kill_trainers, "one killed": kil
 
 def crash_points(how, stride, *, part=0, parts=1):
     """Where, and what came of it, for every ``stride``-th point of every small world; of these every ``parts``-th."""
-    for ranks, overwrite, exports in WORLDS:
-        draw = small_world(ranks, overwrite=overwrite, exports=exports)
-        seed, step = 7 * ranks + overwrite, stride * ranks
+    for ranks, overwrite, does in WORLDS:
+        draw = small_world(ranks, overwrite=overwrite, does=does)
+        seed, step = 7 * ranks + bool(overwrite), stride * ranks
         for number in itertools.count(1 + seed % step + part * step, parts * step):
             for after in (False, True):
                 strike = Strike(POINTS[how], number, after=after)
@@ -70,7 +85,7 @@ def crash_points(how, stride, *, part=0, parts=1):
                 if strike.count < number:
                     break
                 where = f"{'after' if after else 'before'} call {number}"
-                yield f"{ranks} ranks, overwrite {overwrite}, exports {exports}, {where}", result
+                yield f"{ranks} ranks, overwrite {overwrite!r}, {does}, {where}", result
             else:
                 continue
             break

@@ -83,13 +83,13 @@ class SimEngine(engine_process.Engine):
         self._posted = deque()
         self._wake_out = -1
         self._parent_fd = 0
-        self._config = engine_process.messages.Configure(1, None, 0, orphan_grace_s=5.0, direct=True)
         self._images, self._plans = {}, {}
-        self._attempt = None
+        self._attempts, self._slots, self._removers, self._noticed = {}, {}, {}, set()
+        self._precedence = engine_process.Precedence()
+        self._cores_at_start = None
         self._next_beat = 0.0
-        self._leave_at = None
+        self._leaving_since = None
         self._connected = True
-        self._remover = engine_process._Remover(self.post)
         self._outbox = self
 
     # What the real one has an `Outbox` for.
@@ -126,7 +126,7 @@ class SimEngine(engine_process.Engine):
             self._leave()
 
     def main(self):
-        self.put(engine_process.messages.Ready(self._process.pid, engine_process.__version__))
+        self.put(engine_process.messages.EngineReady(self._process.pid, engine_process.__version__))
         while not self._may_leave():
             self._wait()
             self._beat()

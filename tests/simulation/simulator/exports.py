@@ -1,4 +1,4 @@
-"""Exports in a job: attempts at one file that all ranks write parts of, delivered as ``export.session`` does it.
+"""Exports in a job: attempts at one file that all ranks write parts of, delivered as ``export.exporter`` does it.
 
 Every rank owns a block of 1 MiB, the first rank also what comes behind the last of them. What lies beside the file is
 there before anybody writes.
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from holdfast.delivery import plan_attempt
+from holdfast.coordination.failure import AttemptAborted
 from holdfast.engine.messages import FileRow
 from holdfast.errors import HoldfastError, OutcomeUnknown
-from holdfast.format.manifest import RankIndex, encode_index
-from holdfast.format.parts import BLOCK_BYTES, FilePart
-from holdfast.outcome import Aborted
-from holdfast.world_plan import Whole
+from holdfast.format.manifest import BLOCK_BYTES, FilePart, RankIndex, encode_index
+from holdfast.saver.agreement import Whole
+from holdfast.saver.delivery import plan_attempt
 from simulator.engine import new_image, sim_close
 
 TEMPLATE = "hf-{step}"
@@ -74,7 +73,7 @@ class ExportRank:
 
     def __init__(self, trainer, delivery, engine):
         self.trainer, self.engine = trainer, engine
-        self.carrier = delivery._carrier
+        self.carrier = delivery.runner
         self.rows, at = [], 0
         for part in parts_of(trainer.rank, trainer.world):
             self.rows.append(FileRow(part.name, part.size, at, part.offset, part.total))
@@ -109,7 +108,7 @@ class ExportRank:
         try:
             attempt = self.carrier.begin(f"export/{save[1]}", lambda _timeout_s: self._planned(name, step), step=step)
             outcome, _ = self.carrier.carry(attempt, persist)
-            if isinstance(outcome, Aborted):
+            if isinstance(outcome, AttemptAborted):
                 raise outcome.reason.error(step=step)
         except OutcomeUnknown as unknown:
             said = "unknown", str(unknown)

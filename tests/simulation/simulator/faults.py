@@ -9,7 +9,7 @@ import errno
 from simulator.scheduler import Current
 
 STORAGE_ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ESTALE)
-CHANGING = ("create", "pwrite", "fsync", "rename", "mkdir", "unlink", "rmdir")
+CHANGING = ("create", "pwrite", "fsync", "rename", "exchange", "link", "mkdir", "unlink", "rmdir")
 
 
 class Faults:
@@ -27,11 +27,19 @@ class Faults:
         self.extended_store = True
         self.keep_last = 2
         self.overwrites = 0.0
+        self.exchanges = True
+        self.foreign = False
         self.model_only = 0.0
         self.exports = 0.0
         self.slow = 0.0
         self.short_writes = 0.0
         self.repeated = 0.0
+        self.delayed_puts = 0.0  # of manifests, seals and voids: given up, and served later
+        self.outages = 0.0  # that follow a delayed put of these
+        self.store_ahead_s = 0.0  # the store's clock
+        self.clocks_ahead_s = {}  # by incarnation
+        self.diverged = set()  # (incarnation, save): the last rank is a step ahead of the others
+        self.hasty_starts = set()  # incarnations that wait for no lease: they take what is alive for dead
         self.errors = 0.0
         self.refuse_manifest = False
         self.engine_fsync = 0.0  # of its directory: a report may have its name, and be taken back
@@ -48,6 +56,7 @@ class Faults:
         self.overlaps = {}
         self.launcher_waits_s = 1.0
         self.final_cut = False
+        self.struck = False  # by what `crashes` does
         self.active = True
         self.started_engines = 0
 
@@ -66,10 +75,23 @@ class Faults:
             or self.engine_kills
             or self.engine_hangs
             or self.errors
+            or self.delayed_puts
+            or self.outages
+            or self.diverged
+            or self.hasty_starts
             or self.refuse_manifest
             or self.engine_fsync
             or self.slow
         )
+
+    @property
+    def harmless(self):
+        """Whether all saves to a bucket must succeed: nothing but lost answers, and starts beside that save nothing."""
+        saves_beside = any(self.saves[at + 1] for at in self.overlaps if at + 1 < len(self.saves))
+        others = Faults(self.rng)
+        vars(others).update(vars(self), overlaps={})
+        calm = not (others.disturbed or saves_beside or self.staging or self.overwrites or self.model_only)
+        return self.objects and calm
 
     @classmethod
     def draw(cls, rng):
@@ -90,13 +112,28 @@ class Faults:
         for _ in range(rng.choice((0, 1, 1, 1, 2, 2, 3))):
             faults._draw_one(rng.randrange(incarnations))
         if rng.random() < 1 / 3:
-            faults.objects = True
-            faults.overwrites = faults.model_only = 0.0  # either may lead to a step being replaced
-            if faults.repeated or faults.errors or rng.random() < 0.1:
-                faults.repeated = rng.choice((0.01, 0.1))
+            faults._draw_store(len(faults.worlds))
         elif rng.random() < 1 / 4:
             faults.exports = 0.7
+        faults.exchanges = rng.random() < 2 / 3
+        faults.foreign = not faults.objects and rng.random() < 0.5
         return faults
+
+    def _draw_store(self, incarnations):
+        rng = self.rng
+        self.objects = True
+        if self.repeated or self.errors or rng.random() < 0.4:
+            self.repeated = rng.choice((0.01, 0.1))
+            self.delayed_puts = rng.choice((0.0, 0.0, 0.3))
+            self.outages = rng.choice((0.0, 0.0, 0.5))
+        self.store_ahead_s = rng.choice((0.0, -90_000.0, 90_000.0))
+        if rng.random() < 0.1:
+            self.diverged.add((0, 0))
+        for incarnation in range(1, incarnations):
+            if rng.random() < 0.3:
+                self.clocks_ahead_s[incarnation] = 90_000.0
+            if rng.random() < 0.3:
+                self.hasty_starts.add(incarnation)
 
     def _draw_one(self, at):
         rng = self.rng
@@ -167,6 +204,35 @@ class Faults:
     def repeated_answer(self, _task):
         return self.active and self.repeated and self.random() < self.repeated
 
+    def request_fate(self, process, what, name):
+        """What becomes of a request that changes the bucket, or None; see `objects`."""
+        if not self.active:
+            return None
+        if self.errors and self.random() < self.errors:
+            return "busy" if self.random() < 0.7 else "denied"
+        decides = what == "put" and name.rpartition("/")[2].startswith("holdfast.")
+        if decides and self.refuse_manifest and process.name.startswith("rank") and self.random() < 0.7:
+            return "denied"
+        if what != "delete" and self.delayed_puts and self.random() < self.delayed_puts * (1.0 if decides else 0.1):
+            if decides and self.random() < self.outages:
+                process.out_until = Current.sim.now + self.rng.choice(
+                    (0.5, 9.0, 20.0)
+                )  # the second: right after it was given up
+            return "late"
+        if self.repeated and self.random() < self.repeated:
+            return self.rng.choice(("answer lost", "twice"))
+        return None
+
+    def is_out(self, process):
+        return self.active and Current.sim.now < process.out_until
+
+    def put_delay(self):
+        return self.rng.choice((60 * self.pace, 1.0, 20.0)) * self.random()
+
+    def repeated_exchange(self, task):
+        """A request was carried out twice, or carried out and never answered."""
+        return self.repeated_answer(task) and self.rng.choice(("twice", "answer lost"))
+
     def travel(self):
         return self.pace * (0.1 + self.random())
 
@@ -195,6 +261,7 @@ class Faults:
         shown = {
             key: value
             for key, value in vars(self).items()
-            if key not in {"rng", "random", "active", "started_engines"} and value not in (0, 0.0, {}, [], set(), None)
+            if key not in {"rng", "random", "active", "struck", "started_engines"}
+            and value not in (0, 0.0, {}, [], set(), None)
         }
         return ", ".join(f"{key}={value}" for key, value in shown.items())

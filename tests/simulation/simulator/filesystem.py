@@ -2,9 +2,9 @@
 
 A file's bytes are durable once it was fsynced, a directory's entries once the directory was. Before that a power cut
 may lose them, keep them, or tear them: of a file any subset of 4,096-byte pages since its last fsync and any length in
-between; of a directory any of its changes, in the order in which they touch a name, a rename being one change. After
-an fsync that failed, what was dirty then is never made durable by a later one (the kernel forgets a failed page). An
-fsync is of what its own host has written: the pages of another are in that one's memory.
+between; of a directory any of its changes, in the order in which they touch a name, a rename or an exchange being one
+change. After an fsync that failed, what was dirty then is never made durable by a later one (the kernel forgets a
+failed page). An fsync is of what its own host has written: the pages of another are in that one's memory.
 """
 
 from __future__ import annotations
@@ -97,6 +97,11 @@ class Dir:
         node = self.entries.pop(old)
         self.entries[new] = node
         self.pending.append(((old, new), ((old, None), (new, node))))
+
+    def exchange(self, one, other):
+        first, second = self.entries[one], self.entries[other]
+        self.entries[one], self.entries[other] = second, first
+        self.pending.append(((one, other), ((one, second), (other, first))))
 
     def sync(self, _host):
         if not self.poisoned:

@@ -10,10 +10,13 @@ Every breach is an `InvariantBroken` with the name of the invariant:
     cause            where nothing but the failure itself is wrong, all ranks are told the same cause
     newest           nothing is taken away that isn't followed by a newer durable one (resumable, if it was)
     retention        nothing is taken away that the policy keeps
+    foreign          what a user has put beside a checkpoint, durably, outlives every overwrite
     attempt id       an attempt's id is used once
     bounded          every save ends, within its deadlines
     leftovers        after a restart nothing hidden is left, but for lock files, which mean nothing unlocked
     goes on          after a restart that nothing disturbs a save is published, and a restart resumes from the newest
+    needless         nothing fails or is left unknown for a lost answer, or for a start beside it that saves nothing
+    diverged         nothing is published of which the ranks don't agree what it is
     no defect        nothing of Holdfast raises what it doesn't mean to
 """
 
@@ -26,10 +29,13 @@ import xxhash
 from greenlet import getcurrent
 
 from holdfast.errors import HoldfastError
-from holdfast.format.manifest import MANIFEST_NAME, decode_manifest, decode_report, report_name
+from holdfast.format.manifest import MANIFEST_NAME, decode_manifest, decode_report, report_name, void_in
+from holdfast.storage.entries import attempt_of
+from holdfast.storage.object_storage import without_attempt
+from simulator.bucket_view import REPLACED_FOR_S, STRAY, is_manifest, is_scaffolding, marker_of
 from simulator.exports import SHARED, contents_of, is_export, shared_file
 from simulator.filesystem import Dir, File, durable_tree
-from simulator.job import METADATA, ROOT, SAVE_LIMIT_S, file_name, payload
+from simulator.job import FOREIGN, METADATA, ROOT, SAVE_LIMIT_S, file_name, payload
 
 HIDDEN = re.compile(r"\.(.+)\.([0-9a-f]{12})\.(incomplete|recovering|replaced|trash)")
 
@@ -70,20 +76,40 @@ class Checker:
         self.published_in_last = 0
         self.took_s = 0.0
         self.rolled_forward = 0
+        self.foreign = set()
+        self.left_to_later = []
+        self.harmless = faults.harmless
+        self.recovered_at = 0.0
+        self.settled_at = {}  # by attempt in a bucket: when it was made void, deleted or replaced
         files.watch = self.changed
 
     def put(self, key, before, now):
         """An object of a bucket was put, or deleted (``now`` is None)."""
         name, _, file = key.partition("/")
-        if key.startswith("."):
-            if before is None and now == b"incomplete":
-                self._begun(*key[1:].rsplit(".", 1))
-        elif file == MANIFEST_NAME:
+        marker = marker_of(key)
+        if marker is not None:
+            if now is not None and marker.kind == "incomplete" and marker.attempt not in self.attempts:
+                self._begun(marker.name, marker.attempt)
+        elif is_manifest(key):
             self.root = self.files.find(ROOT)
             if now is not None:
                 self._appeared(name)
+                if before is not None:
+                    if self.files.marker(name, _attempt_of(before), "replaced") is None:
+                        self.broken(
+                            "kept", f"attempt {_attempt_of(before)} at {name} was replaced, and who did it knew of none"
+                        )
+                    self.settled_at.setdefault(_attempt_of(before), self.sim.now)
             else:
                 self._removed(name, self.attempts[_attempt_of(before)])
+                self.settled_at.setdefault(_attempt_of(before), self.sim.now)
+        elif now is not None and void_in(now) is not None:
+            self.settled_at.setdefault(attempt_of(file), self.sim.now)
+        elif now is None and not name.startswith("."):
+            attempt = attempt_of(file)
+            lost = attempt is not None and not is_scaffolding(without_attempt(file, attempt))
+            if lost and self.files.published_at(name) == attempt:
+                self.broken("whole", f"{key} was removed, and {name} is visible")
 
     def broken(self, invariant, message):
         if self.breach is None:
@@ -101,6 +127,10 @@ class Checker:
         said[rank] = (what, message)
         if {"published", "failed"} <= {kind for kind, _ in said.values()}:
             self.broken("agreement", f"save {save}: {said}")
+        if what != "published" and self.harmless and not self.faults.struck:
+            self.broken("needless", f"save {save}, rank {rank}, is told {what}: {message}")
+        if what == "published" and save in self.faults.diverged and world > 1:
+            self.broken("diverged", f"save {save} is told published, and its last rank is a step ahead")
         known = self.attempts.get(attempt)
         if known is None:
             known = next((found for found in self.attempts.values() if found.save == save), None)
@@ -144,16 +174,29 @@ class Checker:
         if seconds > SAVE_LIMIT_S:
             self.broken("bounded", f"save {save} took rank {rank} {seconds:.0f} s")
 
-    def recovered(self, _trash):
-        pass
+    def put_beside(self, name):
+        """A user's file is in ``name``, durably."""
+        if self._visible() and any(attempt.name == name for attempt in self._visible()):
+            self.foreign.add(name)
+
+    def recovered(self, began_at):
+        """A start has settled what it found from ``began_at`` on."""
+        self.recovered_at = began_at
 
     def resumed(self, steps):
         """What a start takes for its candidates, best first."""
         newest = self._newest_visible(resumable=True)
-        if newest is not None and (not steps or steps[0] != newest.step):
+        if newest is not None and (not steps or steps[0] != newest.step) and not self._two_runs():
             self.broken("goes on", f"the newest to resume from is {newest.name}, a start finds {steps}")
         for other in self._visible():
             other.left_behind = other.left_behind or (newest is not None and other.age > newest.age)
+        # A start on a store may have to leave an attempt to a later one, which publishes it: it came before this run's.
+        others = self.attempts.values() if self.sim.bucket is not None and newest is not None else ()
+        self.left_to_later = [other for other in others if other.age > newest.age and not self._at(other)]
+
+    def _two_runs(self):
+        """Whether two runs share a bucket, which knows no locks: each goes by its own history."""
+        return self.sim.bucket is not None and bool(self.faults.overlaps)
 
     # what the file system tells ----------------------------------------------------------------------------------
 
@@ -167,6 +210,8 @@ class Checker:
             hidden = HIDDEN.fullmatch(new)
             if hidden is not None:
                 self._begun(hidden[1], hidden[2])
+        elif act == "exchange":
+            self._appeared(new)
         elif act == "rename":
             if not new.startswith("."):
                 self._appeared(new)
@@ -177,7 +222,12 @@ class Checker:
         if attempt in self.attempts:
             self.broken("attempt id", f"{attempt} of {name} was used before")
             return
-        save = getcurrent().process.save
+        for other in self.left_to_later:
+            other.left_behind = True
+        self.left_to_later = []
+        bucket = self.sim.bucket
+        by = getcurrent().process if bucket is None or bucket.late_of is None else bucket.late_of
+        save = by.save
         step, _, resumable, world = self.saves.get(save, (None, name, True, 1))
         self.attempts[attempt] = Attempt(attempt, len(self.attempts), save, name, step, resumable, world)
 
@@ -209,9 +259,12 @@ class Checker:
 
     def _removed(self, name, attempt):
         attempt.removed = True
+        self.foreign.discard(name)
         durable = self.root.durable
         newer = [other for other in self._visible() if other.age > attempt.age and other.name in durable]
         newer = [other for other in newer if other.is_export == attempt.is_export]
+        if self._two_runs():
+            return
         if not newer or (attempt.resumable and not any(other.resumable for other in newer)):
             self.broken("newest", f"{name} was removed, newer and durable are {[other.name for other in newer]}")
         elif len(newer) < self.faults.keep_last:
@@ -225,8 +278,7 @@ class Checker:
         self.root = self.files.find(ROOT)
         entries = {} if self.root is None else self.root.entries
         left = [name for name in entries if name.startswith(".") and name != ".holdfast" and not name.endswith(".lock")]
-        # An engine of an earlier run may put an object when its attempt is gone: the next start sweeps it.
-        left = [name for name in left if not self._is_late(name)]
+        left = [name for name in left if not self._is_excused(name)]
         if left:
             self.broken("leftovers", f"{sorted(left)}")
         for name, node in sorted(entries.items()):
@@ -234,6 +286,9 @@ class Checker:
                 fault = self._fault(name, _tree(node))
                 if fault:
                     self.broken("whole", f"at the end {name}: {fault}")
+        for name in sorted(self.foreign):
+            if FOREIGN not in getattr(entries.get(name), "entries", ()):
+                self.broken("foreign", f"{name} has lost its {FOREIGN}")
         for number, attempt in self.attempts.items():
             told = set(attempt.told.values())
             if "failed" in told and self._at(attempt):
@@ -249,9 +304,18 @@ class Checker:
         for process, task, error in self.sim.errors:
             self.broken("no defect", f"{process}/{task}: {type(error).__name__}: {error}")
 
-    def _is_late(self, entry):
-        attempt = self.attempts.get(entry.split("/")[1]) if entry.startswith(".stray ") and "/" in entry else None
-        return attempt is not None and attempt.save is not None and attempt.save[0] < len(self.faults.worlds)
+    def _is_excused(self, entry):
+        """Whether the last start could not settle a leftover of a bucket.
+
+        It came later than that; or was put by an engine after its attempt was over, and nobody knows of it; or is what
+        was replaced or is being deleted, which has to be left to its readers for some time.
+        """
+        if self.sim.bucket is None:
+            return False
+        put_at, attempt = self.files.put_at(entry) + 1.0, attempt_of(entry)
+        left_s = REPLACED_FOR_S if entry.endswith((".replaced", ".trash")) else 0.0
+        is_stray = entry.startswith(STRAY)
+        return put_at + left_s > self.recovered_at or (is_stray and put_at > self.settled_at.get(attempt, 1e9))
 
     def _is_kept(self, attempt):
         while attempt is not None:
@@ -313,7 +377,7 @@ class Checker:
             return str(error)
         if len(manifest.reports) != attempt.world:
             return f"{len(manifest.reports)} reports of {attempt.world} ranks"
-        held = {name: data for name, data in tree.items() if name != MANIFEST_NAME and name not in reports}
+        held = {name: data for name, data in tree.items() if name not in {MANIFEST_NAME, FOREIGN, *reports}}
         wanted = _contents_of(attempt)
         wrong = [name for name in sorted({*held, *wanted}) if held.get(name) != wanted.get(name)]
         return f"{wrong} are not what was staged and written beforehand" if wrong else None

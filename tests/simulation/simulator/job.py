@@ -1,7 +1,7 @@
 """A job as a launcher runs it: ranks that resume, save and keep house; killed, cut off, and started again.
 
 The glue here does what ``manager`` and ``saver`` do around the parts under test, and no more: start (lock, recovery,
-votes), agree on each save, deliver it, apply retention, close. What it hands to `Delivery` in place of a capture holds
+votes), agree on each save, deliver it, apply retention, close. In place of a capture it hands `Checkpointer`
 bytes that say which save and rank they are of. Exports (``exports``) follow the saves that they are drawn for.
 """
 
@@ -10,31 +10,34 @@ from __future__ import annotations
 from functools import lru_cache
 from types import SimpleNamespace
 
-from holdfast.agreement import Agreement, Ballot, Votes
-from holdfast.capture import DeliveryPlan, SaveRequest
-from holdfast.coordination import StoreBoard
-from holdfast.delivery import Delivery
+from holdfast.catalog.catalog import Catalog
+from holdfast.catalog.retention import Keep
+from holdfast.coordination.board import StoreBoard
+from holdfast.coordination.failure import RankFailure
+from holdfast.coordination.group import Group
+from holdfast.coordination.votes import Votes
 from holdfast.engine.client import EngineClient
 from holdfast.errors import HoldfastError, OutcomeUnknown, StateChangedWhileStaging
-from holdfast.group import Group
-from holdfast.keeping import Keeper
-from holdfast.outcome import AbortReason
 from holdfast.plan.write import PlannedFile, RankPlan
-from holdfast.recovery import recover
-from holdfast.retention import Keep
-from holdfast.staging.stager import VERIFY_GRACE_S
-from holdfast.starting import settle_root
-from holdfast.storage.local import LocalStorage, create_root
-from holdfast.storage.lock import RootLock
-from holdfast.world_plan import Whole
+from holdfast.saver.agreement import Agreement, PlanProposal, Whole
+from holdfast.saver.capture import DeliveryPlan
+from holdfast.saver.checkpointer import Checkpointer, SaveRequest
+from holdfast.saver.startup import settle_root
+from holdfast.staging.copy_job import VERIFY_GRACE_S
+from holdfast.storage.files import create_root
+from holdfast.storage.local import LocalStorage
+from holdfast.storage.locks import RootLock
+from holdfast.storage.object_storage import ObjectStorage
+from holdfast.storage.object_store import ObjectStore
 from simulator import scheduler
 from simulator.engine import new_image, sim_close
 from simulator.exports import WORLD_MOST, ExportRank, export_after
-from simulator.objects import ObjectEngine, ObjectStorage
+from simulator.objects import URL
 from simulator.store import Server
 
 ROOT = "/jobs/root"
 TEMPLATE = "step-{step}"
+FOREIGN = "trainer_state.json"
 METADATA = b"what DCP would say" * 40
 CONFIG = SimpleNamespace(stage_timeout=4.0, persist_timeout=4.0, commit_timeout=3.0)
 SAVE_LIMIT_S = 90.0
@@ -71,20 +74,27 @@ class Handle:
 class SimCapture:
     """What a `Capture` is to a delivery: bytes in an image, and the word whether they held still."""
 
-    def __init__(self, request, number, plan, buffer, *, changed, error=None):
-        self.request, self.number, self.plan, self.buffer, self.error = request, number, plan, buffer, error
-        self.handle = Handle()
+    def __init__(self, step, number, plan, buffer, *, changed, error=None):
+        self.step, self.number, self.plan, self.buffer, self.error = step, number, plan, buffer, error
         # Until then a delivery lets the training thread say whether the state held still.
         now = scheduler.Current.sim.now
         self.staging = SimpleNamespace(copied_at=now - VERIFY_GRACE_S + scheduler.Current.sim.faults.verify_delay())
-        self.passed = scheduler.Event()
+        self.stream = None
+        self.confirmed = scheduler.Event()
         self._changed = changed
 
     def verify(self):
         if self._changed:
-            message = f"step {self.request.step}: w was changed before its copy was complete"
+            message = f"step {self.step}: w was changed before its copy was complete"
             self.error = StateChangedWhileStaging(message, tensor="w")
-        self.passed.set()
+        self.confirmed.set()
+
+
+class SimDelivery:
+    """What a `CheckpointDelivery` is once it was offered its capture."""
+
+    def __init__(self, request, capture):
+        self.request, self.capture, self.handle = request, capture, Handle()
 
 
 class SimWorldPlan:
@@ -117,26 +127,29 @@ class Trainer:
         rank, world = self.rank, self.world
         board = StoreBoard(self.server.connect(), rank, world, "holdfast/manager/0", call_timeout_s=1.0)
         bucket = self.job.bucket
-        storage = LocalStorage(ROOT) if bucket is None else ObjectStorage(bucket)
-        keeper = Keeper(storage, TEMPLATE, Keep(last=self.job.faults.keep_last))
+        storage = LocalStorage(ROOT) if bucket is None else ObjectStorage(ObjectStore(URL))
+        keeper = Catalog(storage, TEMPLATE, Keep(last=self.job.faults.keep_last))
         votes = Votes(board)
         lock, trash, error = None, [], None
         if rank == 0:
             try:
-                create_root(ROOT)
-                lock = RootLock.acquire(ROOT)
-                trash = self._settle(storage)
-                self.job.checker.recovered(trash)
+                if bucket is None:
+                    create_root(ROOT)
+                    lock = RootLock.acquire(ROOT)
+                else:
+                    storage.make_root()
+                    lock = storage.lock()
+                began_at = self.sim.now
+                hasty = self.incarnation in self.job.faults.hasty_starts
+                trash = settle_root(storage, timeout_s=0.001 if hasty else CONFIG.persist_timeout)[1]
+                self.job.checker.recovered(began_at)
             except HoldfastError as failed:
                 error = failed
-        votes.settle(error, target=ROOT, timeout_s=CONFIG.stage_timeout + CONFIG.persist_timeout)
+        votes.raise_together(error, target=ROOT, timeout_s=CONFIG.stage_timeout + CONFIG.persist_timeout)
         step = self._resume(votes, keeper)
-        if bucket is None:
-            engine = EngineClient(rank, writers=1, orphan_grace_s=6.0, silence_s_max=3.0)
-        else:
-            engine = ObjectEngine(rank, storage)
+        engine = EngineClient(rank, writers=1, orphan_grace_s=6.0, silence_s_max=3.0)
         engine.start()
-        delivery = Delivery(storage, Group(rank, world, tuple(range(world)), board), engine, CONFIG)
+        delivery = Checkpointer(storage, Group(rank, world, tuple(range(world)), board), engine, CONFIG)
         for name in trash:
             delivery.remove(name)
         agreement = Agreement(board.clone())
@@ -163,7 +176,7 @@ class Trainer:
             if self.job.choices[self.incarnation, save, "export"]:
                 exporter.export(export_after((self.incarnation, save)), step)
         agreement.leave()
-        delivery.close(2.0)
+        delivery.runner.close(2.0)
         engine.close(3.0)
         sim_close(buffer.image.fd)
         exporter.close()
@@ -173,43 +186,25 @@ class Trainer:
         if lock is not None:
             lock.release()
 
-    def _settle(self, storage):
-        """What ``starting`` does; the trash that is left for the engine."""
-        if self.job.bucket is None:
-            return settle_root(storage, timeout_s=CONFIG.persist_timeout)[1]
-        storage.sweep()
-        trash = []
-        recover(
-            storage,
-            clock=scheduler.time.monotonic,
-            sleep=scheduler.time.sleep,
-            timeout_s=CONFIG.persist_timeout,
-            look=storage.look,
-            remove=trash.append,
-        )
-        return trash
-
     def _resume(self, votes, keeper):
         """The step to go on from; the newest by rank 0's word, as `CheckpointManager.restore` takes it."""
-        listing, error = b"", None
-        if self.rank == 0:
-            try:
-                found = keeper.candidates(None)
-                # With only models there a run starts from scratch, and collides with them: this one goes on behind.
-                newest = found[:1] or [(keeper.latest() or 0, "")]
-                listing = b"%d" % newest[0][0]
-                keeper.resumed_from(found[0][0] if found else None)
-                self.job.checker.resumed([step for step, _ in found])
-            except HoldfastError as failed:
-                error = failed
-        return int(votes.share(listing, error, timeout_s=CONFIG.stage_timeout))
+
+        def look():
+            found = keeper.candidates(None)
+            # With only models there a run starts from scratch, and collides with them: this one goes on behind.
+            newest = found[:1] or [(keeper.latest() or 0, "")]
+            keeper.resumed_from(found[0][0] if found else None)
+            self.job.checker.resumed([step for step, _ in found])
+            return b"%d" % newest[0][0]
+
+        return int(votes.decide(look, timeout_s=CONFIG.stage_timeout))
 
     def _save(self, save, step, again, agreement, delivery, keeper, plan, buffer, image):
         job, rank = self.job, self.rank
         self.process.save = save
         name = TEMPLATE.format(step=step)
         resumable = not job.choices[(*save, "model only")]
-        request = SaveRequest(step, name, {}, resumable=resumable, overwrite=again, eager=False)
+        request = SaveRequest(step, name, {}, resumable=resumable, overwrite=again)
         started = self.sim.now
         error = None
         number = -1
@@ -217,11 +212,13 @@ class Trainer:
             refusal = None
             if rank == 0:
                 extra, replaces = keeper.place(step, name, ())
-                request = SaveRequest(step, name, {}, resumable, again or replaces, False, extra)
+                request = SaveRequest(step, name, {}, resumable, again or replaces, extra)
                 delivery.check_target(request)
         except HoldfastError as failed:
-            refusal = AbortReason.of(failed, rank=rank)
-        number = agreement.cast(Ballot(step, name, "same", refusal=refusal), b"s")
+            refusal = RankFailure.of(failed, rank=rank)
+        ahead = job.faults.active and save in job.faults.diverged and rank > 0 and rank == self.world - 1
+        cast = (step + 1, TEMPLATE.format(step=step + 1)) if ahead else (step, name)
+        number = agreement.cast(PlanProposal(*cast, "same", refusal=refusal), b"s")
         try:
             verdict = agreement.wait_verdict(timeout_s=CONFIG.stage_timeout)
             if verdict.kind == "refused":
@@ -234,24 +231,38 @@ class Trainer:
         changed = (*save, rank) in job.faults.staging and job.faults.active
         if changed:
             image[100] ^= 1
-        capture = SimCapture(request, number, plan, buffer, changed=changed, error=error)
-        capture.keeper = keeper if rank == 0 else None
+        made = SimDelivery(request, SimCapture(step, number, plan, buffer, changed=changed, error=error))
+        made.keeper = keeper if rank == 0 else None
         job.checker.saving(save, step, name, resumable, self.world)
         try:
-            delivery.deliver(capture)
+            delivery.deliver(made)
         except OutcomeUnknown as unknown:
             self.sim.log("outcome unknown", str(unknown))
-            job.checker.told(save, rank, "unknown", capture.handle.attempt, str(unknown), self.world)
+            job.checker.told(save, rank, "unknown", made.handle.attempt, str(unknown), self.world)
         except HoldfastError as failed:
             self.sim.log("save failed", f"{failed!r}")
-            job.checker.told(save, rank, "failed", capture.handle.attempt, str(failed), self.world)
+            job.checker.told(save, rank, "failed", made.handle.attempt, str(failed), self.world)
         else:
-            self.sim.log("save published", capture.handle.attempt)
-            job.checker.told(save, rank, "published", capture.handle.attempt, "", self.world)
+            self.sim.log("save published", made.handle.attempt)
+            job.checker.told(save, rank, "published", made.handle.attempt, "", self.world)
             if rank == 0:
                 keeper.note_published(step, name, request.extra, resumable=resumable)
                 keeper.apply_retention(step, delivery.remove)
+                self._put_beside(name)
         job.checker.took(save, rank, self.sim.now - started)
+
+    def _put_beside(self, name):
+        """What a user keeps with a checkpoint; an overwrite must leave it alone."""
+        storage = LocalStorage(ROOT)
+        if self.job.bucket is not None or not self.job.faults.foreign or storage.size(f"{name}/{FOREIGN}") is not None:
+            return
+        try:
+            storage.write_file(f"{name}/{FOREIGN}", name.encode())
+            storage.sync_dir(name)
+        except HoldfastError as failed:
+            self.sim.log("nothing put beside", repr(failed))
+        else:
+            self.job.checker.put_beside(name)
 
 
 class Job:
@@ -324,6 +335,7 @@ class Job:
         for rank in range(world):
             process = sim.process(f"rank{rank}.{number}", f"host{rank % faults.hosts}")
             process.key = (number, rank)
+            process.clock_ahead_s = faults.clocks_ahead_s.get(number, 0.0)
             process.save = None
             process.on_death.append(sim.system.drop_process)
             trainers.append(process)

@@ -9,20 +9,31 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 
-from holdfast import commit, delivery, keeping, news, publish, recovery
-from holdfast.engine import attempt as engine_attempt
-from holdfast.engine.calls import SystemCalls
-from holdfast.errors import DeadlineExceeded
-from holdfast.outcome import Aborted, AbortReason, Published
-from holdfast.retention import Entry
-from holdfast.root import hidden_name
+import msgspec
+
+from holdfast.catalog import catalog as keeping
+from holdfast.catalog.retention import CheckpointEntry
+from holdfast.commit import attempt as commit
+from holdfast.commit import messages as news
+from holdfast.commit import publish, recovery
+from holdfast.coordination.failure import AttemptAborted, AttemptPublished, RankFailure
+from holdfast.engine import write_job as engine_attempt
+from holdfast.engine.syscalls import SystemCalls
+from holdfast.errors import DeadlineExceeded, OutcomeUnknown, StorageError
+from holdfast.format.manifest import MANIFEST_NAME, encode_manifest
+from holdfast.saver import agreement, checkpointer, delivery
+from holdfast.storage import local
+from holdfast.storage.entries import HiddenEntry, hidden_name, parse_hidden
 from holdfast.storage.local import LocalStorage
-from holdfast.storage.lock import RootLock
-from simulator import job
+from holdfast.storage.locks import RootLock
+from holdfast.storage.object_storage import ObjectStorage
+from holdfast.storage.object_store import ObjectStore
+from holdfast.storage.protocol import WithdrawOutcome
+from simulator import job, objects
 from simulator.faults import Faults
 from simulator.schedule import run_many
 
-SEEDS_MOST = 150
+SEEDS_MOST = 300
 """How many schedules a mutation may go unfound; those it is found in are a good deal fewer."""
 
 
@@ -133,6 +144,15 @@ def two_managers(faults, rng):
     faults.overlaps = {0: rng.random() * 0.05}
 
 
+def on_a_store(faults, rng, *, worlds=(1, 1), saves=(3, 3)):
+    """Nothing goes wrong there yet."""
+    calm = Faults(rng)
+    vars(faults).update(vars(calm))
+    faults.objects, faults.extended_store = True, True
+    faults.worlds, faults.saves = list(worlds), list(saves)
+    faults.pace = 0.0001
+
+
 # what is not made durable --------------------------------------------------------------------------------------
 
 
@@ -151,16 +171,16 @@ def write_unsynced(self, name, data):
 def publish_unsynced(storage, directory, name, attempt, *, overwrite):
     if overwrite:
         return REAL_PUBLISH(storage, directory, name, attempt, overwrite=overwrite)
-    publish._rename_in(storage, directory, name, attempt)
+    local._rename_in(storage, directory, name, attempt)
     return ()
 
 
-REAL_PUBLISH = publish.publish
+REAL_PUBLISH = local.publish_by_rename
 
 mutation("no directory is fsynced", "durable, kept", (LocalStorage, "sync_dir", nothing))
 mutation("the engine fsyncs no file", "durable, kept, whole", (SystemCalls, "fsync", nothing))
 mutation("the manifest is not fsynced", "durable, kept, whole", (LocalStorage, "write_file", write_unsynced))
-mutation("the final rename is not fsynced", "durable, kept", (commit, "publish", publish_unsynced))
+mutation("the final rename is not fsynced", "durable, kept", (local, "publish_by_rename", publish_unsynced))
 
 
 def extend_anew(self, fd, nbytes):
@@ -184,20 +204,20 @@ mutation(
 # who says yes --------------------------------------------------------------------------------------------------
 
 
-def wait_one_report(self, timeout_s):
+def wait_one_report(self, timeout_s, count):
     found = self._board.wait_entries(self._reports, 1, timeout_s=timeout_s, waiting_for="a report")
     return sorted(map(news._REPORT.decode, found), key=lambda line: line.rank)
 
 
 def wait_reports_in_time(self):
     try:
-        return self._news.wait_reports(max(0.0, self._persist_by - self._clock()))
+        return self._news.wait_reports(max(0.0, self.persist_by - self._clock()), self._plan.world)
     except DeadlineExceeded:
         found = self._news._board.try_entries(self._news._reports)
         return sorted(map(news._REPORT.decode, found), key=lambda line: line.rank)
 
 
-REAL_ENGINE_RUN = engine_attempt.Attempt._run
+REAL_ENGINE_RUN = engine_attempt.WriteJob._run
 
 
 def run_unverified(self):
@@ -220,9 +240,9 @@ def publish_manifest_last(self):
     if reason is None:
         found = self._news._board.try_entries(self._news._reports)
         lines = sorted(map(news._REPORT.decode, found), key=lambda line: line.rank)
-        manifest = commit.encode_manifest(publish.finish_manifest(self._plan, lines))
-        self._storage.write_file(f"{self.name}/{commit.MANIFEST_NAME}", manifest)
-        publish.clear_scaffolding(self._storage, self.name)
+        manifest = encode_manifest(publish.finish_manifest(self._plan, lines))
+        self._storage.write_file(f"{self.name}/{MANIFEST_NAME}", manifest)
+        local.clear_scaffolding(self._storage, self.name)
     return reason
 
 
@@ -231,7 +251,7 @@ REAL_COMMIT_PUBLISH = commit.Attempt._publish
 mutation(
     "published when one report is in",
     "whole, agreement, durable",
-    (news.News, "wait_reports", wait_one_report),
+    (news.AttemptChannel, "wait_reports", wait_one_report),
     (commit, "find_gap", nothing),
 )
 mutation(
@@ -244,19 +264,19 @@ mutation(
 mutation(
     "the engine reports before staging is verified",
     "whole, failed",
-    (engine_attempt.Attempt, "_run", run_unverified),
+    (engine_attempt.WriteJob, "_run", run_unverified),
     bias=staging_fails_and_job_dies,
 )
 mutation(
     "the trainer says verified without looking",
     "whole",
-    (delivery, "verify_staging", nothing),
+    (checkpointer, "verify_staging", nothing),
     bias=staging_fails_and_dies,
 )
 mutation(
     "the engine confirms a cancel and reports all the same",
     "failed, whole",
-    (engine_attempt.Attempt, "cancel", cancel_in_words),
+    (engine_attempt.WriteJob, "cancel", cancel_in_words),
     bias=staging_fails_and_dies,
 )
 mutation(
@@ -270,7 +290,7 @@ mutation(
 
 
 def announce_then_publish(self):
-    self._announce(Published(self.name, self.id))
+    self._announce(AttemptPublished(self.name, self.id))
     return REAL_COMMIT_PUBLISH(self)
 
 
@@ -284,7 +304,7 @@ def remove_later(self):
 
 def announce_then_remove(self, note):
     REAL_ANNOUNCE(self, note)
-    if isinstance(note, Aborted):
+    if isinstance(note, AttemptAborted):
         REAL_TRY_REMOVE(self)
 
 
@@ -292,11 +312,11 @@ def withdraw_unsynced(storage, directory, name, attempt):
     target = hidden_name(name, attempt, "trash")
     if storage.exists(directory):
         storage.rename(directory, target)
-    return (target,)
+    return WithdrawOutcome(certain=True, trash=(target,))
 
 
 def doubt_is_failure(self, silence, failure):
-    return self._learn(Aborted(failure or AbortReason.of(silence, rank=self._news.rank)))
+    return self._learn(AttemptAborted(failure or RankFailure.of(silence, rank=self._news.rank)))
 
 
 mutation(
@@ -315,7 +335,7 @@ mutation(
 mutation(
     "failure is told before the abort is durable",
     "failed",
-    (commit, "withdraw", withdraw_unsynced),
+    (local, "withdraw_by_rename", withdraw_unsynced),
     bias=refused_and_dies,
 )
 mutation(
@@ -324,6 +344,31 @@ mutation(
     (commit.Attempt, "_resolve_doubt", doubt_is_failure),
     bias=silence,
 )
+
+
+def unknown_is_refused(self, *, overwrite):
+    try:
+        return REAL_PUBLICATION_PUBLISH(self, overwrite=overwrite)
+    except OutcomeUnknown as unknown:
+        self.may_be_published = False
+        return StorageError(str(unknown), path=self.directory, errno=None)
+
+
+REAL_PUBLICATION_PUBLISH = publish.Publication.publish
+
+
+def puts_are_delayed(faults, rng):
+    on_a_store(faults, rng)
+    faults.delayed_puts, faults.outages = 0.3, 1.0
+
+
+mutation(
+    "a publish of which nobody can tell is taken for failure",
+    "failed, agreement, whole",
+    (publish.Publication, "publish", unknown_is_refused),
+    bias=puts_are_delayed,
+)
+
 # names, sessions, leases and locks -----------------------------------------------------------------------------
 
 
@@ -407,42 +452,242 @@ def publish_over(storage, directory, name, attempt, *, overwrite):
     return REAL_PUBLISH(storage, directory, name, attempt, overwrite=False)
 
 
+def exchange_unsynced(storage, directory, name, attempt):
+    """And what was there is removed all the same."""
+    if not storage.exchange(directory, name):
+        return False
+    storage.remove_tree(directory)
+    return True
+
+
+def exchange_by_answer(storage, directory, name, _attempt):
+    return storage.exchange(directory, name)
+
+
+def withdraw_blindly(storage, directory, name, attempt):
+    target = hidden_name(name, attempt, "trash")
+    if storage.exists(directory):
+        storage.rename(directory, target)
+    storage.sync_dir("")
+    return WithdrawOutcome(certain=True, trash=(target,))
+
+
+def exchanges_and_dies(faults, rng):
+    overwrites_and_dies(faults, rng)
+    faults.exchanges = faults.foreign = True
+    faults.trainer_kills[0, 0] = (rng.randrange(125, 155), rng.random() < 0.5)  # about when it exchanges
+    faults.final_cut = True
+
+
+def answers_are_lost(faults, rng):
+    exchanges_and_dies(faults, rng)
+    faults.trainer_kills = {}
+    faults.repeated = 0.5
+
+
 REAL_SELECT = keeping.select_deletions
-REAL_DELIVER = delivery.Delivery.deliver
+REAL_DELIVER = checkpointer.Checkpointer.deliver
 
 
 def select_as_if_published(entries, keep, published=None):
     entries = list(entries)
     if all(entry.step != published for entry in entries):
         entries.append(
-            Entry(
+            CheckpointEntry(
                 step=published,
                 created_s=0.0,
                 lineage=max(
-                    (entry.lineage for entry in entries), key=lambda line: line.branch, default=Entry(0, 0.0).lineage
+                    (entry.lineage for entry in entries),
+                    key=lambda line: line.branch,
+                    default=CheckpointEntry(0, 0.0).lineage,
                 ),
             )
         )
     return REAL_SELECT(entries, keep, published)
 
 
-def retention_then_deliver(self, capture):
-    if capture.keeper is not None:
-        capture.keeper.apply_retention(capture.request.step, self.remove)
-    return REAL_DELIVER(self, capture)
+def retention_then_deliver(self, job):
+    if job.keeper is not None:
+        job.keeper.apply_retention(job.request.step, self.remove)
+    return REAL_DELIVER(self, job)
 
 
 mutation(
     "a published step is removed, then replaced",
     "whole, kept, newest",
-    (commit, "publish", publish_over),
+    (local, "publish_by_rename", publish_over),
     bias=overwrites_and_dies,
+)
+mutation(
+    "what was exchanged is removed before that is durable",
+    "whole, kept, durable, foreign",
+    (local, "_exchange", exchange_unsynced),
+    bias=exchanges_and_dies,
+)
+mutation(
+    "what the answer says of an exchange is believed",
+    "failed, whole, kept, durable, goes on, leftovers, agreement",
+    (local, "_exchange", exchange_by_answer),
+    (local, "withdraw_by_rename", withdraw_blindly),
+    bias=answers_are_lost,
+)
+mutation(
+    "what others put there goes with what is overwritten",
+    "foreign",
+    (local, "link_foreign", nothing),
+    (local, "carry_foreign", nothing),
+    bias=exchanges_and_dies,
 )
 mutation(
     "retention comes before publication",
     "newest, retention",
     (keeping, "select_deletions", select_as_if_published),
-    (delivery.Delivery, "deliver", retention_then_deliver),
+    (checkpointer.Checkpointer, "deliver", retention_then_deliver),
+)
+
+
+# on an object store --------------------------------------------------------------------------------------------
+
+
+def two_runs_on_a_store(faults, rng):
+    """Both save the same steps."""
+    on_a_store(faults, rng)
+    faults.overlaps = {0: rng.random() * 0.02}
+
+
+def two_runs_replace(faults, rng):
+    two_runs_on_a_store(faults, rng)
+    faults.overwrites = 1.0
+
+
+def taken_for_dead(faults, rng):
+    """By a start beside it, which waits for nobody, while its own requests come late."""
+    on_a_store(faults, rng, worlds=(2, 1), saves=(3, 0))
+    faults.overlaps = {0: rng.random() * 0.05}
+    faults.clocks_ahead_s = {1: 90_000.0}
+    faults.hasty_starts = {1}
+    faults.delayed_puts = 0.2
+
+
+def answers_of_a_store_are_lost(faults, rng):
+    on_a_store(faults, rng)
+    faults.repeated = 0.2
+
+
+def start_beside(faults, rng):
+    """One that saves nothing."""
+    on_a_store(faults, rng, saves=(3, 0))
+    faults.overlaps = {0: rng.random() * 0.02}
+
+
+def steps_diverge(faults, rng):
+    on_a_store(faults, rng, worlds=(2, 2))
+    faults.diverged = {(0, 1)}
+
+
+def killed_in_retention(faults, rng):
+    on_a_store(faults, rng)
+    faults.keep_last = 1
+    faults.trainer_kills[0, 0] = (rng.randrange(60, 200), True)
+
+
+REAL_JUDGE = agreement.judge
+REAL_WITHDRAW = ObjectStorage.withdraw
+REAL_UNSETTLED = ObjectStorage.unsettled
+
+
+def judge_by_the_first(proposals, agreed, *, what="save"):
+    first = proposals[0]
+    same = [msgspec.structs.replace(each, step=first.step, target=first.target) for each in proposals]
+    return REAL_JUDGE(same, agreed, what=what)
+
+
+def remove_then_void(self, directory, name, attempt):
+    self.remove_tree(directory)
+    return REAL_WITHDRAW(self, directory, name, attempt)
+
+
+def remove_without_void(self, directory, name, attempt):
+    """The seal, if there is one, is somebody's of whom this one knows that he is dead."""
+    self._mark(name, attempt, "incomplete")
+    return WithdrawOutcome(certain=True, trash=(directory,))
+
+
+def deny_all(self, name, data, *, ours, ends_s):
+    return self._put_if("create", name, data, "create", None, ours=lambda _: False, ends_s=ends_s)
+
+
+def replace_blindly(self, name, data, tag, *, ours, ends_s):
+    self.put(name, data, ends_s=ends_s)
+    return True
+
+
+def all_trash(self):
+    """Whether it is visible or not."""
+    found = [parse_hidden(row.name) for row in self.store.objects(".holdfast/attempts", ends_s=self.ends_s)]
+    trash = [
+        HiddenEntry(self.directory_of(entry.name, entry.attempt), entry.name, entry.attempt, "trash")
+        for entry in found
+        if entry is not None and entry.kind == "trash"
+    ]
+    return trash + [entry for entry in REAL_UNSETTLED(self) if entry.kind != "trash"]
+
+
+mutation(
+    "the store ignores conditions, and nobody has it prove them",
+    "whole, agreement, kept, failed",
+    (objects, "HONOURS_CONDITIONS", False),
+    (ObjectStorage, "make_root", nothing),
+    bias=two_runs_on_a_store,
+)
+mutation(
+    "objects are removed before their attempt is void",
+    "whole",
+    (ObjectStorage, "withdraw", remove_then_void),
+    bias=taken_for_dead,
+)
+mutation(
+    "an attempt is removed without a void",
+    "whole, failed, agreement",
+    (ObjectStorage, "withdraw", remove_without_void),
+    bias=taken_for_dead,
+)
+mutation(
+    "nobody looks whether all objects are there before the vote, and voids are deleted",
+    "whole, failed, agreement",
+    (ObjectStorage, "require_all", nothing),
+    (ObjectStorage, "_void_at", nothing),
+    bias=taken_for_dead,
+)
+mutation(
+    "a create that meets an object has failed, whoever put it",
+    "needless",
+    (ObjectStore, "create", deny_all),
+    bias=answers_of_a_store_are_lost,
+)
+mutation(
+    "a published manifest is replaced whatever it is by now",
+    "kept",
+    (ObjectStore, "replace", replace_blindly),
+    bias=two_runs_replace,
+)
+mutation(
+    "a coordinator holds no lease",
+    "needless",
+    (ObjectStorage, "has_locks", True),
+    bias=start_beside,
+)
+mutation(
+    "ranks need not agree on the step",
+    "diverged, agreement, whole",
+    (agreement, "judge", judge_by_the_first),
+    bias=steps_diverge,
+)
+mutation(
+    "what is marked as trash goes, visible or not",
+    "whole",
+    (ObjectStorage, "unsettled", all_trash),
+    bias=killed_in_retention,
 )
 
 

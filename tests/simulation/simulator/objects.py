@@ -1,604 +1,275 @@
-"""An object store, and the commit core's storage over it: whole objects, conditional puts, no rename.
+"""An object store, below the real client: what stands in for `obstore` is one bucket of the schedule.
 
-    {name}/holdfast.json            the manifest: its put, If-None-Match, is what publishes
-    {name}/{attempt}/{file}         what an attempt has written
-    .{name}.{attempt}               the marker of an attempt: what kind of hidden entry it is; put If-Match
+The client (`ObjectStore`), the storage (`ObjectStorage`), its leases, its writer and the engine above are the real
+ones: here are only the requests. Each takes its time, and is a point at which its process may be killed, before it is
+sent or when it has taken effect. Besides, as the schedule's faults say, a request
 
-Every put is whole and durable when it is answered, and listed at once. An answer may be lost: then what is there is
-read back and classified, ours or not ours. A put whose answer was lost has happened or has not: one that arrives late,
-after it was given up, is not simulated.
+    is refused      503, which is asked again, or 403, which isn't
+    loses its answer, which the client is told as an error of the connection; or it is carried out twice, the way a
+                    client repeats a request without a word: then the answer is that to the second
+    comes late      given up by the client, and carried out when it, or its process, may be long gone
+    meets an outage the network of its process is gone for some time
 
-Holdfast has no backend for object stores yet. This storage is the simulator's own, as design.md §4 words the protocol;
-what is under test is the commit core and its recovery above it, unchanged. To replace a published step is not part of
-it: that needs an If-Match put, and the core asks for two renames.
+The store is consistent, lists at once, refuses what its conditions forbid (`HONOURS_CONDITIONS`), and has a clock of
+its own. Multipart uploads are visible when they are complete, and not otherwise. Nothing is ever lost: a power cut
+ends processes only.
+
+One thing is left out: a request to create a manifest takes no effect any more when the checkpoint of that name, which
+somebody else has published or finished meanwhile, was deleted since. It would take who hangs in that request, or the
+request itself, longer than others take to save as often as retention asks for (docs/adr/0029-fences-not-locks.md).
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
+from datetime import datetime, timezone
+from typing import NamedTuple
 
-import msgspec
-import xxhash
 from greenlet import getcurrent
+from obstore.exceptions import AlreadyExistsError, GenericError, PermissionDeniedError, PreconditionError
 
-from holdfast import source
-from holdfast.engine.messages import Reported
-from holdfast.errors import CheckpointNotFound, DeadlineExceeded, EngineDied, StorageError
-from holdfast.format.manifest import (
-    MANIFEST_NAME,
-    RankIndex,
-    Report,
-    ReportFile,
-    attempt_in,
-    encode_index,
-    encode_report,
-)
-from holdfast.root import hidden_name, parse_hidden
-from holdfast.storage.lease import LeaseRecord, LeaseState
+from holdfast.format.manifest import attempt_in
 from simulator import scheduler
-from simulator.filesystem import Dir, File
 from simulator.scheduler import Current
-from simulator.system import Open
 
-ATTEMPTS = 3
-"""How often the adapter tries to learn what became of a request whose answer was lost."""
+URL = "s3://jobs/root"
+EPOCH_S = 1_767_225_600
+HONOURS_CONDITIONS = True
 
 
-class AnswerLost(Exception):
-    pass
+class Stored(NamedTuple):
+    """One object; ``modified_s``: by the store's clock, in whole seconds."""
+
+    data: bytes
+    tag: str
+    modified_s: int
 
 
 class Bucket:
-    """The objects; every request takes its time, may be refused, and may lose its answer."""
+    """The objects, by their names below `URL`; watch: called with a name that changes, and the bytes before and now."""
 
     def __init__(self, sim):
         self.sim = sim
+        self.clock_ahead_s = sim.faults.store_ahead_s
         self.objects = {}
         self.changes = 0
         self.watch = None
+        self.deleted = {}
+        """By name, and by name and attempt: the number of the change that deleted it last."""
+        self.late_of = None
+        """The process of the late request that is being carried out, if one is."""
 
-    def _request(self, name, key, act, *, changes):
-        system = self.sim.system
-        try:
-            system.enter(name, key, changes=changes)
-        except OSError as error:
-            raise StorageError(f"{name} {key}: {os.strerror(error.errno)}", path=key, errno=error.errno) from error
-        try:
-            result = act()
-        finally:
-            system.leave(name, key)
-        if changes and self.sim.faults.repeated_answer(None):
-            self.sim.log("answer lost", f"{name} {key}")
-            raise AnswerLost
-        return result
+    def put(self, name, data, mode):
+        """Carry out a put; raises what the client makes of a refusal."""
+        there = self.objects.get(name)
+        if HONOURS_CONDITIONS:
+            if mode == "create" and (there is not None or (name, attempt_in(data[:4096])) in self.deleted):
+                raise AlreadyExistsError(f"{name} exists")
+            if isinstance(mode, dict) and (there is None or there.tag != mode["e_tag"]):
+                raise PreconditionError(f"{name} has another tag")
+        self.changes += 1
+        now_s = int(EPOCH_S + self.clock_ahead_s + self.sim.now)
+        self.objects[name] = Stored(bytes(data), f'"{self.changes}"', now_s)
+        if self.watch is not None:
+            self.watch(name, None if there is None else there.data, bytes(data))
 
-    def put(self, key, data, *, expected):
-        """Put if the object is ``expected`` (None: absent, "any": whatever it is); whether it was put."""
-
-        def act():
-            there = self.objects.get(key)
-            if expected != "any" and there != expected:
-                return False
-            self.objects[key] = bytes(data)
+    def delete(self, name):
+        there = self.objects.pop(name, None)
+        if there is not None:
             self.changes += 1
+            self.deleted[name] = self.deleted[name, attempt_in(there.data[:4096])] = self.changes
             if self.watch is not None:
-                self.watch(key, there, self.objects[key])
-            return True
+                self.watch(name, there.data, None)
 
-        return self._request("create", key, act, changes=True)
+    def find(self, name):
+        there = self.objects.get(name)
+        if there is None:
+            raise FileNotFoundError(f"{name} not found")
+        return there
 
-    def delete(self, key):
-        def act():
-            there = self.objects.pop(key, None)
-            self.changes += 1
-            if there is not None and self.watch is not None:
-                self.watch(key, there, None)
-
-        return self._request("unlink", key, act, changes=True)
-
-    def get(self, key):
-        return self._request("get", key, lambda: self.objects.get(key), changes=False)
-
-    def list(self, prefix):
-        return self._request(
-            "list", prefix, lambda: sorted(key for key in self.objects if key.startswith(prefix)), changes=False
-        )
+    def below(self, prefix):
+        start = f"{prefix}/" if prefix else ""
+        return sorted(name for name in self.objects if name.startswith(start))
 
 
-class ObjectStorage:
-    """`holdfast.storage.protocol.Storage` over a bucket."""
+class Client:
+    """What `obstore.store.from_url` returns: requests that take longer than ``limit_s`` have no answer."""
 
-    root = "/bucket"
-
-    def __init__(self, bucket):
-        self._bucket = bucket
-
-    def path(self, name):
-        return f"{self.root}/{name}"
-
-    def open_dir(self, name):
-        return Current.sim.system.new_fd(Open(name, 0))
-
-    # requests whose answer may be lost ---------------------------------------------------------------------------
-
-    def _put(self, key, data, *, expected):
-        """True if ``data`` is there by this put; False if something else was. Raises `StorageError` in doubt."""
-        lost = False
-        for _ in range(ATTEMPTS):
-            try:
-                if self._bucket.put(key, data, expected=expected):
-                    return True
-                return lost and self._bucket.get(key) == bytes(data)  # ours, put by the request that had no answer
-            except AnswerLost:
-                lost = True
-        self._refuse(key, errno.ETIMEDOUT)
-        return False
-
-    def _delete(self, key):
-        for _ in range(ATTEMPTS):
-            try:
-                self._bucket.delete(key)
-            except AnswerLost:
-                continue
-            return
-        self._refuse(key, errno.ETIMEDOUT)
-
-    # names -------------------------------------------------------------------------------------------------------
-
-    def _published(self, name):
-        """(attempt, manifest) of what is at ``name``, or (None, None)."""
-        data = self._bucket.get(f"{name}/{MANIFEST_NAME}")
-        return (None, None) if data is None else (_attempt_of(data), data)
-
-    def _marker(self, hidden):
-        """The marker of a hidden entry if it is of that kind, else None."""
-        data = self._bucket.get(f".{hidden.name}.{hidden.attempt}")
-        if data is None or data.split()[0].decode() != hidden.kind:
-            return None
-        if hidden.kind in {"incomplete", "recovering"} and self._published(hidden.name)[0] == hidden.attempt:
-            return None  # the manifest is the commit, whatever the marker still says
-        return data
-
-    def _prefix(self, directory):
-        """Where the files of a directory are, or None if there is no such directory."""
-        hidden = parse_hidden(directory)
-        if hidden is None:
-            attempt, _ = self._published(directory)
-            return None if attempt is None else f"{directory}/{attempt}/"
-        marker = self._marker(hidden)
-        if marker is None:
-            return None
-        return f"{hidden.name}/{(marker.split()[1:] or [hidden.attempt.encode()])[0].decode()}/"
-
-    def _key(self, name):
-        directory, _, file = name.partition("/")
-        if file == MANIFEST_NAME and parse_hidden(directory) is None:
-            return f"{directory}/{file}"
-        prefix = self._prefix(directory)
-        return None if prefix is None else prefix + file
-
-    def _data(self, name):
-        key = self._key(name)
-        return None if key is None else self._bucket.get(key)
-
-    # the protocol ------------------------------------------------------------------------------------------------
-
-    def make_dir(self, name):
-        hidden = parse_hidden(name)
-        if not self._put(f".{hidden.name}.{hidden.attempt}", hidden.kind.encode(), expected=None):
-            self._refuse(name, errno.EEXIST)
-
-    def write_file(self, name, data):
-        key = self._key(name)
-        if key is None:
-            self._refuse(name, errno.ENOENT)
-        if not self._put(key, data, expected=None):
-            self._refuse(name, errno.EEXIST)
-
-    def read_file(self, name, *, max_bytes):
-        data = self._data(name)
-        if data is None:
-            self._refuse(name, errno.ENOENT)
-        if len(data) > max_bytes:
-            self._refuse(name, errno.EFBIG)
-        return data
-
-    def read_range(self, name, offset, nbytes):
-        return self.read_file(name, max_bytes=1 << 40)[offset : offset + nbytes]
-
-    def read_pieces(self, name, nbytes):
-        data = self.read_file(name, max_bytes=1 << 40)
-        for start in range(0, len(data), nbytes):
-            yield data[start : start + nbytes]
-
-    def size(self, name):
-        data = self._data(name) if "/" in name else None
-        return None if data is None else len(data)
-
-    def exists(self, name):
-        return self._data(name) is not None if "/" in name else self._prefix(name) is not None
-
-    def list_dir(self, name):
-        if name:
-            prefix = self._prefix(name)
-            found = [] if prefix is None else [key[len(prefix) :] for key in self._bucket.list(prefix)]
-            if prefix is not None and parse_hidden(name) is None:
-                found = sorted({*found, MANIFEST_NAME})
-            return found
-        entries = []
-        for key in self._bucket.list(""):
-            if key.startswith("."):
-                kind = (self._bucket.get(key) or b"gone").split()[0].decode()
-                hidden = parse_hidden(f"{key}.{kind}")
-                if hidden is not None and self._marker(hidden) is not None:
-                    entries.append(hidden.entry)
-            elif key.endswith(f"/{MANIFEST_NAME}") and key.count("/") == 1:
-                entries.append(key.partition("/")[0])
-        return sorted(entries)
-
-    def rename(self, source, target):
-        if "/" in source:
-            self._move_file(source, target)
-            return
-        old, new = parse_hidden(source), parse_hidden(target)
-        if old is not None and new is not None:
-            marker = self._marker(old)
-            if marker is None:
-                self._refuse(source, errno.ENOENT)
-            if not self._put(f".{old.name}.{old.attempt}", new.kind.encode(), expected=marker):
-                self._refuse(source, errno.ENOENT)
-        elif old is not None:
-            self._publish(old, source, target)
-        else:
-            self._hide(source, new)
-
-    def _publish(self, old, source, target):
-        staged = f"{old.name}/{old.attempt}/{MANIFEST_NAME}"
-        manifest = self._bucket.get(staged) if self._marker(old) is not None else None
-        if manifest is None:
-            self._refuse(source, errno.ENOENT)
-        if not self._put(f"{target}/{MANIFEST_NAME}", manifest, expected=None):
-            self._refuse(target, errno.EEXIST)
-        # What is left of the attempt says nothing any more; a recovery finds and removes it.
-        self._delete_quietly(f".{old.name}.{old.attempt}", staged)
-
-    def _hide(self, source, new):
-        """Take a published step away: say so, then delete the manifest, which is what makes it invisible."""
-        attempt, manifest = self._published(source)
-        if manifest is None:
-            self._refuse(source, errno.ENOENT)
-        if not self._put(f".{new.name}.{new.attempt}", b"trash " + attempt.encode(), expected=None):
-            self._refuse(source, errno.EEXIST)
-        self._delete(f"{source}/{MANIFEST_NAME}")
-
-    def _move_file(self, source, target):
-        data, key = self._data(source), self._key(target)
-        if data is None or key is None:
-            self._refuse(source, errno.ENOENT)
-        self._put(key, data, expected="any")
-        self._delete(self._key(source))
-
-    def sync_dir(self, name):
-        """Nothing to do: what was answered is durable."""
-
-    def unlink(self, name):
-        key = self._key(name)
-        if key is not None:
-            self._delete(key)
-
-    def remove_tree(self, name):
-        hidden = parse_hidden(name)
-        if hidden is None:
-            return
-        marker = self._marker(hidden)
-        if marker is None:
-            return
-        attempt, published = hidden.attempt, self._published(hidden.name)[0]
-        if len(marker.split()) == 2:
-            attempt = marker.split()[1].decode()
-            if published == attempt:
-                self._delete(f"{hidden.name}/{MANIFEST_NAME}")  # a deletion that was interrupted
-        elif published == attempt:
-            return
-        for key in self._bucket.list(f"{hidden.name}/{attempt}/"):
-            self._delete(key)
-        self._delete(f".{hidden.name}.{hidden.attempt}")
-
-    def sweep(self):
-        """At a start: remove markers of attempts that are published, and what engines put after they were given up."""
-        keys = self._bucket.list("")
-        for key in keys:
-            name, attempt, *file = key.split("/")[:3] if key.count("/") == 2 else ("", "")
-            if file and f".{name}.{attempt}" not in keys and self._published(name)[0] != attempt:
-                trashed = any(
-                    self._bucket.get(marker) == b"trash " + attempt.encode() for marker in keys if marker[0] == "."
-                )
-                if not trashed:
-                    self._delete_quietly(key)
-        for key in self._bucket.list("."):
-            hidden = parse_hidden(f"{key}.incomplete")
-            if hidden is not None and self._published(hidden.name)[0] == hidden.attempt:
-                self._delete_quietly(key, f"{hidden.name}/{hidden.attempt}/{MANIFEST_NAME}")
-
-    def _delete_quietly(self, *keys):
-        for key in keys:
-            try:
-                self._delete(key)
-            except StorageError:
-                return
-
-    def look(self, directory, name):
-        """A lease as another host sees it: whether it moves."""
-        data = self._data(f"{directory}/{name}")
-        if data is None:
-            return None
-        return LeaseState(LeaseRecord(0, "", "", 0, int(data)), 0, None)
-
-    def _refuse(self, name, code):
-        raise StorageError(f"{self.root}/{name}: {os.strerror(code)}", path=f"{self.root}/{name}", errno=code)
+    def __init__(self, url, limit_s):
+        assert url == URL, url
+        self.limit_s = limit_s
 
 
-def _attempt_of(manifest):
-    return attempt_in(manifest[:4096])
+def from_url(url, *, client_options, **_):
+    return Client(url, client_options["timeout"].total_seconds())
 
 
-REAL_READ_SMALL = source.read_small
+# Requests. -----------------------------------------------------------------------------------------------------------
 
 
-def read_small(directory, name, *, limit, committed=False):
-    """How a published checkpoint is opened: from the bucket, where the job saves to one."""
+def _request(client, what, name, act, *, changes=False):
+    """Send a request: ``act`` is what it does at the store, at one moment."""
+    sim = Current.sim
+    sim.system.enter(what, name, changes=False)
+    try:
+        process = getcurrent().process
+        faults = sim.faults
+        if faults.is_out(process):
+            sim.sleep(0.05)
+            raise GenericError(f"{what} {name}: error sending request: connection refused")
+        fate = faults.request_fate(process, what, name) if changes else None
+        if fate is not None:
+            sim.log(f"  {fate}", f"{what} {name}")
+        if fate == "denied":
+            raise PermissionDeniedError(f"{what} {name}: 403 Forbidden")
+        if fate == "busy":
+            raise GenericError(f"{what} {name}: server returned status: 503 SlowDown")
+        if fate == "late":
+            sent = sim.bucket.changes
+            sim.later(faults.put_delay(), lambda: _late(process, sent, act, what, name))
+            sim.sleep(min(client.limit_s, faults.travel()))
+            raise GenericError(f"{what} {name}: operation timed out")
+        result = act()
+        if fate == "answer lost":
+            raise GenericError(f"{what} {name}: connection closed before message completed")
+        if fate == "twice":
+            sim.sleep(faults.travel())
+            result = act()
+        elif sim.random() < 0.25:  # what others do meanwhile comes before the answer
+            sim.sleep(faults.travel())
+    finally:
+        sim.system.leave(what, name)
+    return result
+
+
+def _late(process, sent, act, what, name):
+    """Carry out a request for which nobody waits any more."""
     bucket = Current.sim.bucket
-    if bucket is None:
-        return REAL_READ_SMALL(directory, name, limit=limit, committed=committed)
-    path = f"{directory}/{name}"
-    data = bucket.get(path.removeprefix(f"{ObjectStorage.root}/"))
-    if data is None:
-        raise CheckpointNotFound(f"{path} doesn't exist: there is no checkpoint here", path=path)
-    return data[: limit + 1]
+    if bucket.deleted.get(name, -1) >= sent:
+        return
+    Current.sim.log("comes late", f"{what} {name}")
+    bucket.late_of = process
+    with contextlib.suppress(AlreadyExistsError, PreconditionError, FileNotFoundError):
+        act()
+    bucket.late_of = None
 
 
-class View:
-    """What is in a bucket, for the checker to look at as at a root of the file system; all of it is durable."""
-
-    def __init__(self, bucket, path):
-        self.bucket, self.path = bucket, path
-        self.watch = None
-        self._seen, self._seen_at = None, -1
-
-    @property
-    def root(self):
-        """The directory above all, with what is on the way to the root of the job."""
-        node = self.find(self.path)
-        for part in reversed(self.path.strip("/").split("/")):
-            above = Dir(0)
-            above.entries[part] = above.durable[part] = node
-            node = above
-        return node
-
-    def find(self, path):
-        assert path == self.path
-        if self._seen_at != self.bucket.changes:
-            self._seen_at, self._seen = self.bucket.changes, self._look()
-        return self._seen
-
-    def _look(self):
-        objects, root, known = self.bucket.objects, Dir(0), set()
-        below = {}
-        for key in objects:
-            first, _, rest = key.partition("/")
-            second, slash, file = rest.partition("/")
-            if slash:
-                below.setdefault(f"{first}/{second}/", []).append((key, file))
-        for key, data in objects.items():
-            if key.startswith("."):
-                known.add(key)
-                name, _, attempt = key[1:].rpartition(".")
-                words = data.decode().split()
-                hidden = hidden_name(name, attempt, words[0])
-                attempt = words[1] if len(words) == 2 else attempt
-                there = objects.get(f"{name}/{MANIFEST_NAME}")
-                files = below.get(f"{name}/{attempt}/", [])
-                known.update(key for key, _ in files)
-                if there is None or _attempt_of(there) != attempt:
-                    self._add(root, hidden, files)
-            elif key.endswith(f"/{MANIFEST_NAME}") and key.count("/") == 1:
-                name = key.partition("/")[0]
-                files = below.get(f"{name}/{_attempt_of(data)}/", [])
-                known.add(key)
-                known.update(key for key, _ in files)
-                self._add(root, name, files, data)
-        for key in objects.keys() - known:
-            root.entries[f".stray {key}"] = Dir(0)
-        root.durable = root.entries
-        return root
-
-    def _add(self, root, name, files, manifest=None):
-        node = Dir(0)
-        found = {file: self.bucket.objects[key] for key, file in files}
-        if manifest is not None:
-            found[MANIFEST_NAME] = manifest
-        for file, data in found.items():
-            node.entries[file] = File(0)
-            node.entries[file].data, node.entries[file].durable = data, data
-        node.durable = node.entries
-        root.entries[name] = node
+def put(client, name, data, *, mode="overwrite", use_multipart=False, **_):
+    bucket = Current.sim.bucket
+    if use_multipart:
+        parts = []
+        for part in data:
+            parts.append(bytes(part))
+            _request(client, "part", name, lambda: None)
+        data = b"".join(parts)
+    whole = bytes(data)
+    _request(client, "put", name, lambda: bucket.put(name, whole, mode), changes=True)
 
 
-class ObjectEngine:
-    """What an `EngineClient` is to a delivery: a process of its own that puts a rank's file, and then its report.
-
-    As the real one: no report before the trainer's word, none after a cancel was answered; what is verified is finished
-    when the trainer has died, anything else dropped; a lease beats meanwhile.
-    """
-
-    def __init__(self, rank, storage):
-        self.rank, self._storage = rank, storage
-        self.process = None
-        self._images, self._plans, self._work = {}, {}, {}
-        self._numbers = 0
-        self._removing = {}
-
-    def start(self):
-        sim, trainer = Current.sim, getcurrent().process
-        self.process = sim.process(f"engine{self.rank}.{len(sim.engines)}", trainer.host)
-        self.process.trainer_key = trainer.key
-        self.process.on_death.append(sim.system.drop_process)
-        sim.engines.append(self.process)
-        sim.faults.doom_engine(self.process)
-        process = self.process
-        trainer.on_death.append(lambda _: self._orphaned(process))
-
-    def _orphaned(self, process):
-        if not any(work.verified.is_set() and not work.ended for work in self._work.values()):
-            process.sim.end(process, 0)
-        else:
-            process.sim.later(6.0, lambda: process.sim.end(process, 0))
-
-    def _alive(self):
-        if self.process is None or self.process.dead:
-            self.start()
-        return self.process
-
-    def add_image(self, fd, nbytes):
-        self._numbers += 1
-        self._images[self._numbers] = Current.sim.system.opened(fd).node.data
-        return self._numbers
-
-    def add_plan(self, files, **_):
-        self._numbers += 1
-        self._plans[self._numbers] = files
-        return self._numbers
-
-    def drop_plan(self, number):
-        del self._plans[number]
-
-    def persist(self, dir_fd, *, attempt, plan, image, step, world, report_name, lease_name):
-        process = self._alive()
-        work = Work(process)
-        self._work[attempt] = work
-        directory = Current.sim.system.opened(dir_fd).node
-        report = Report(attempt, step, self.rank, world, (), b"", encode_index(RankIndex((), ())))
-        work.task = process.spawn(
-            self._run, work, directory, self._plans[plan], self._images[image], report, report_name, name="attempt"
-        )
-        process.spawn(self._beat, work, f"{directory}/{lease_name}", name="lease")
-
-    def _beat(self, work, name):
-        key = self._storage._key(name)
-        beats = 0
-        while not work.ended and key is not None:
-            beats += 1
-            with contextlib.suppress(StorageError):
-                self._storage._put(key, b"%d" % beats, expected="any")
-            work.over.wait(0.25)
-        with contextlib.suppress(StorageError):
-            if key is not None:
-                self._storage._delete(key)
-        work.lease_gone.set()
-
-    def _run(self, work, directory, files, image, report, report_name):
-        try:
-            rows = []
-            for row in files:
-                data = bytes(image[row.image_offset : row.image_offset + row.size])
-                self._storage.write_file(f"{directory}/{row.name}", data)
-                rows.append(ReportFile(row.name, row.size, xxhash.xxh3_64_digest(data)[::-1]))
-            work.verified.wait()
-            if work.cancelled:
-                return
-            encoded = encode_report(msgspec.structs.replace(report, files=tuple(rows)))
-            work.reporting = True
-            self._storage.write_file(f"{directory}/{report_name}", encoded)
-            work.end()
-            work.lease_gone.wait()
-            digest = xxhash.xxh3_128_hexdigest(encoded)
-            work.reported = Reported(report.attempt, len(encoded), digest, sum(row.size for row in rows))
-        except StorageError as error:
-            work.error = error
-        finally:
-            if not work.process.dead:
-                work.end()
-                work.answered.set()
-
-    def staging_verified(self, attempt):
-        work = self._work[attempt]
-        self._raise_if_over(work)
-        work.verified.set()
-
-    def wait_reported(self, attempt, timeout_s):
-        work = self._work[attempt]
-        deadline = Current.sim.now + timeout_s
-        while not work.answered.wait(min(0.2, max(0.0, deadline - Current.sim.now))):
-            self._raise_if_over(work)
-            if Current.sim.now >= deadline:
-                raise DeadlineExceeded("no report yet", waited_for="the engine's report", timeout_s=timeout_s)
-        self._raise_if_over(work)
-        return work.reported
-
-    def _raise_if_over(self, work):
-        if work.error is not None:
-            raise work.error
-        if work.reported is None and work.process.dead:
-            raise EngineDied(f"the engine of rank {self.rank} died", rank=self.rank)
-
-    def cancel(self, attempt, timeout_s):
-        work = self._work.get(attempt)
-        if work is None:
-            return False
-        if work.process.dead:
-            return True
-        work.cancelled = True
-        work.verified.set()
-        if not work.answered.wait(timeout_s):
-            # As with the real one: killed, and if it hangs in a request it may still be served.
-            Current.sim.kill(work.process, at_once=False)
-            if not work.process.dead:
-                raise DeadlineExceeded("it hangs", waited_for="an engine that was killed", timeout_s=timeout_s)
-        return True
-
-    def remove(self, dir_fd, name):
-        process = self._alive()
-        self._removing[name] = process
-        process.spawn(self._remove, name, name="remove")
-
-    def _remove(self, name):
-        with contextlib.suppress(StorageError):
-            self._storage.remove_tree(name)
-        self._removing[name] = None
-
-    def wait_removed(self, name, timeout_s):
-        if timeout_s > 0:
-            raise AssertionError("nobody waits for one removal")
-        process = self._removing[name]
-        if process is None:
-            del self._removing[name]
-        elif process.dead:
-            raise EngineDied(f"the engine of rank {self.rank} died", rank=self.rank)
-        else:
-            raise DeadlineExceeded("it removes", waited_for=f"the engine to remove {name}", timeout_s=timeout_s)
-
-    def wait_removals(self, timeout_s):
-        deadline = Current.sim.now + timeout_s
-        while any(process and not process.dead for process in self._removing.values()) and Current.sim.now < deadline:
-            Current.sim.sleep(0.02)
-
-    def close(self, timeout_s):
-        if self.process is not None:
-            Current.sim.end(self.process, 0)
+def copy(client, name, to, *, overwrite):
+    assert overwrite
+    bucket = Current.sim.bucket
+    _request(client, "copy", to, lambda: bucket.put(to, bucket.find(name).data, "overwrite"), changes=True)
 
 
-class Work:
-    """One attempt in an `ObjectEngine`."""
+def delete(client, names):
+    """Delete each: a store that is asked for many may stop after some."""
+    bucket = Current.sim.bucket
+    for name in [names] if isinstance(names, str) else names:
+        _request(client, "delete", name, lambda name=name: bucket.delete(name), changes=True)
 
-    def __init__(self, process):
-        self.process = process
-        self.verified, self.over = scheduler.Event(), scheduler.Event()
-        self.lease_gone, self.answered = scheduler.Event(), scheduler.Event()
-        self.cancelled = self.reporting = self.ended = False
-        self.reported = self.error = self.task = None
 
-    def end(self):
-        self.ended = True
-        self.over.set()
+def _meta(name, there):
+    modified = datetime.fromtimestamp(there.modified_s, tz=timezone.utc)
+    return {"path": name, "size": len(there.data), "last_modified": modified, "e_tag": there.tag, "version": None}
+
+
+class Got:
+    """What `obstore.get` returns."""
+
+    def __init__(self, name, there, start, end):
+        self.meta = _meta(name, there)
+        self._data = there.data[start:end]
+
+    def bytes(self):
+        return self._data
+
+
+def get(client, name, *, options=None):
+    wanted = (options or {}).get("range", {"offset": 0})
+    start, end = (wanted["offset"], None) if isinstance(wanted, dict) else wanted
+    there = _request(client, "get", name, lambda: Current.sim.bucket.find(name))
+    if options and start >= len(there.data):
+        raise GenericError(f"Wanted range starting at {start}, but object was only {len(there.data)} bytes long")
+    return Got(name, there, start, end)
+
+
+def head(client, name):
+    return _meta(name, _request(client, "head", name, lambda: Current.sim.bucket.find(name)))
+
+
+def _listed(client, prefix):
+    bucket = Current.sim.bucket
+
+    def look():
+        return [_meta(name, bucket.objects[name]) for name in bucket.below(prefix)]
+
+    return _request(client, "list", prefix or "", look)
+
+
+def list_all(client, prefix=None, *, chunk_size):
+    """Stand in for `obstore.list`."""
+    rows = _listed(client, prefix)
+    return iter([rows[start : start + chunk_size] for start in range(0, len(rows), chunk_size)])
+
+
+def list_with_delimiter(client, prefix=None):
+    start = len(prefix) + 1 if prefix else 0
+    rows = _listed(client, prefix)
+    below = {row["path"][: row["path"].index("/", start)] for row in rows if "/" in row["path"][start:]}
+    return {"common_prefixes": sorted(below), "objects": [row for row in rows if "/" not in row["path"][start:]]}
+
+
+# What else the storage and its leases ask of a system. ---------------------------------------------------------------
+
+
+class RacingPool:
+    """A `ThreadPoolExecutor` whose tasks are threads of the schedule."""
+
+    def __init__(self, *_args, **_kwargs):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def map(self, function, items):
+        results = {}
+
+        def run(index, item):
+            try:
+                results[index] = function(item), None
+            except Exception as error:
+                results[index] = None, error
+
+        threads = [scheduler.Thread(target=run, args=each, name="racer") for each in enumerate(items)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for index in range(len(threads)):
+            result, error = results[index]
+            if error is not None:
+                raise error
+            yield result
+
+
+class ProcFiles:
+    """`os` as leases use it: which processes there are."""
+
+    class path:  # the name of what it stands in for
+        @staticmethod
+        def exists(path):
+            return any(f"/proc/{process.pid}" == path and not process.dead for process in Current.sim.processes)

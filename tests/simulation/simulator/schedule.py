@@ -6,12 +6,14 @@ import gc
 import random
 from dataclasses import dataclass, field
 
+from holdfast.storage import object_storage
+from simulator.bucket_view import View
 from simulator.engine import sim_close  # noqa: F401 - loads the engine's side
 from simulator.faults import Faults
 from simulator.filesystem import FileSystem
 from simulator.invariants import Checker, InvariantBroken
 from simulator.job import ROOT, Job
-from simulator.objects import Bucket, View
+from simulator.objects import Bucket
 from simulator.scheduler import Current, Hang, Sim
 from simulator.system import System
 
@@ -45,6 +47,7 @@ def run_schedule(seed, *, faults=None, trace=False, on_call=None):
     checker = Checker(sim, files, sim.faults)
     sim.bucket = None
     if sim.faults.objects:
+        object_storage._PROVEN.clear()
         sim.bucket = Bucket(sim)
         checker.files = View(sim.bucket, ROOT)
         sim.bucket.watch = checker.put

@@ -41,6 +41,7 @@ class Process:
         self.on_death = []
         self.hang = None  # at its how many-th system call it stands still, and for how long
         self.cut_until = 0.0  # when its network is back
+        self.out_until = 0.0  # when it reaches the object store again
 
     def spawn(self, function, *args, name=""):
         task = Task(self, function, args, name)

@@ -177,6 +177,10 @@ class SimOs:
         self.path, self.fspath, self.strerror = real_os.path, real_os.fspath, real_os.strerror
         self.fsencode = real_os.fsencode
 
+    def umask(self, mask):
+        """Files have no modes here."""
+        return mask
+
     def open(self, path, flags, mode=0o777, *, dir_fd=None):
         system = Current.sim.system
         creates = bool(flags & real_os.O_CREAT)
@@ -325,7 +329,9 @@ class SimOs:
         try:
             parent, old = system.at(source, src_dir_fd)
             there, new = system.at(target, dst_dir_fd)
-            assert parent is there or parent is None, "renames stay in one directory"
+            if parent is not there:
+                self._move(parent, old, there, new)
+                return
             if type(parent) is not Dir or old not in parent.entries:
                 fail(errno.ENOENT, source)
             node, at_target = parent.entries[old], parent.entries.get(new)
@@ -341,6 +347,56 @@ class SimOs:
         if lost:
             system.sim.log("answered as repeated", shown)
             fail(errno.ENOENT, source)
+
+    def _move(self, parent, old, there, new):
+        """To another directory, as one entry of a journal."""
+        if type(parent) is not Dir or type(there) is not Dir or old not in parent.entries:
+            fail(errno.ENOENT, old)
+        node = parent.entries.pop(old)
+        there.entries[new] = there.durable[new] = node
+        parent.durable.pop(old, None)
+        for directory, name in ((parent, old), (there, new)):
+            directory.pending = [change for change in directory.pending if name not in change[0]]
+
+    def exchange(self, first, second):
+        """`renameat2` as ``local`` calls it: an errno, or 0. A request that a file server repeats changes all back."""
+        system = Current.sim.system
+        shown = f"{first} <-> {second}"
+        if not system.faults.exchanges:
+            return errno.EINVAL
+        try:
+            system.enter("exchange", shown, changes=True)
+        except OSError as error:
+            return error.errno
+        repeated = system.faults.repeated_exchange(getcurrent())
+        try:
+            parent, one = system.at(first, None)
+            there, other = system.at(second, None)
+            assert parent is there or parent is None, "exchanges stay in one directory"
+            if type(parent) is not Dir or one not in parent.entries or other not in parent.entries:
+                return errno.ENOENT
+            if repeated != "twice":
+                parent.exchange(one, other)
+                self._changed(parent, "exchange", one, other)
+        finally:
+            system.leave("exchange", shown)
+        if repeated:
+            system.sim.log("exchanged", repeated)
+        return errno.EIO if repeated == "answer lost" else 0
+
+    def link(self, source, target, *, follow_symlinks=True):
+        system = Current.sim.system
+        system.enter("link", f"{source} -> {target}", changes=True)
+        try:
+            parent, old = system.at(source, None)
+            there, new = system.at(target, None)
+            if type(parent) is not Dir or type(there) is not Dir or old not in parent.entries:
+                fail(errno.ENOENT, source)
+            if new in there.entries:
+                fail(errno.EEXIST, target)
+            there.link(new, parent.entries[old])
+        finally:
+            system.leave("link", target)
 
     def unlink(self, path, *, dir_fd=None):
         system = Current.sim.system

@@ -1,1 +1,1 @@
-"""Weight versions for frameworks with an interface of their own for them: a module each, which imports it lazily."""
+"""Adapt weight sync to frameworks with their own interface for it: one module each, which imports it lazily."""

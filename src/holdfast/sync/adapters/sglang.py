@@ -1,48 +1,59 @@
-"""SGLang: receive versions beside an engine, and hand each to it by ``update_weights_from_tensor``.
+"""Receive versions beside an SGLang engine, and pass each to it by ``update_weights_from_tensor``.
 
     engine = sglang.Engine(model_path=..., tp_size=2)
-    worker = SGLangReceiver(engine, holdfast.sync.SharedMemoryTransport("/dev/shm/run-7"), device="cuda")
+    worker = SGLangReceiver(engine, holdfast.sync.SharedMemoryTransport(place), device="cuda", pause="retract")
     version = worker.receive()
 
-The names that are published are those of the Hugging Face checkpoint, which SGLang's models load.
+The published names are those of the Hugging Face checkpoint, which SGLang's models load.
 
-Guarantees: a version is received whole and verified, into host memory, before the engine is given any of it.
-Assumes: no requests are running, or may see weights of two versions: the engine takes a version in several calls. If
-one of them fails, the engine holds a mix, as it says itself: `SGLangReceiver.dirty` until a later version is in.
-Does not: use ``update_weights_from_distributed``, where trainer and engine share a group of NCCL: no transport of
-Holdfast's would be part of it.
+Guarantees: a version is completely received and verified, into host memory, before the engine gets any of it. The
+engine's ``weight_version`` names the version once all of it is loaded. A weight update session that was opened is
+closed again, also after a failure.
+Assumes: without ``pause`` that no requests are running, or they may see weights of two versions: the engine takes a
+version in several calls. If one of them fails, the engine holds a mix, as it reports itself: `SGLangReceiver.dirty`
+until a later version is loaded.
+Does not: use ``update_weights_from_distributed``, in which trainer and engine share an NCCL group without any transport
+of Holdfast.
 
-Written against ``sglang.srt.entrypoints.engine.Engine`` as of SGLang 0.5. Its parts are tested against a record of that
-method's signature; it has not been run with an engine, which needs a GPU.
+Runs in tests with the wheel of SGLang 0.5.23 on CPU: its ``Engine``'s methods, its scheduler's and its model runner's
+weight updaters, around a small model; without generating, which needs a GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import TYPE_CHECKING, Any, Final
 
-from holdfast.errors import ConfigError, HoldfastError
+from holdfast.errors import CheckpointNotFound, ConfigError, HoldfastError
+from holdfast.sync.adapters.by_name import require
 from holdfast.sync.receiver import Receiver
 
 if TYPE_CHECKING:
     import torch
 
-    from holdfast.sync.seam import Transport
+    from holdfast.sync.protocol import Transport
 
 BATCH_BYTES: Final = 512 << 20
-"""What the engine is given in one call, unless one tensor is larger."""
+"""Maximum bytes passed to the engine in one call, unless one tensor is larger."""
+PAUSES: Final = ("abort", "retract", "in_place")
+_REQUESTS: Final = "sglang.srt.managers.io_struct"
 _METHOD: Final = "update_weights_from_tensor"
 
 
 class SGLangReceiver:
-    """Brings published versions into an SGLang ``Engine`` of this process.
+    """Loads published versions into an SGLang ``Engine`` of this process.
 
     engine: has ``update_weights_from_tensor(named_tensors, load_format, flush_cache)``. transport: as for `Receiver`.
-    device: where tensors are moved to before the engine gets them; None leaves them in host memory.
-    Raises `ConfigError` for an engine that can't be used.
+    device: where tensors are moved before the engine gets them; None leaves them in host memory. pause: how the engine
+    is paused while it loads: ``"abort"``, ``"retract"`` or ``"in_place"``, as SGLang's ``PauseGenerationReqInput``
+    says; None: it isn't. After a failed load it stays paused until a version is loaded. Raises `ConfigError` for an
+    invalid argument.
     """
 
-    def __init__(self, engine: Any, transport: Transport, *, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self, engine: Any, transport: Transport, *, device: torch.device | str | None = None, pause: str | None = None
+    ) -> None:
         method = getattr(engine, _METHOD, None)
         taken = inspect.signature(method).parameters if callable(method) else {}
         if not {"named_tensors", "flush_cache"} <= set(taken):
@@ -51,53 +62,109 @@ class SGLangReceiver:
                 f"found {type(engine).__name__}",
                 field="engine",
             )
+        if pause is not None and pause not in PAUSES:
+            raise ConfigError(f"pause must be one of {', '.join(PAUSES)} or None, not {pause!r}", field="pause")
+        if pause is not None and not hasattr(getattr(engine, "tokenizer_manager", None), "pause_generation"):
+            raise ConfigError("pause: this engine can't be paused; load between requests, without pause", field="pause")
         self._engine = engine
+        self._pause = pause
         self._device = device
         self._receiver = Receiver(transport)
         self._version: int | None = None
         self._dirty = False
+        self._failed: int | None = None
+        self._open = False
 
     @property
     def version(self) -> int | None:
-        """The version that the engine holds, None before the first; while `dirty` it is not there whole."""
+        """Version that the engine holds, None before the first; incomplete while `dirty`."""
         return self._version
 
     @property
     def dirty(self) -> bool:
-        """Whether the engine may hold a mix of versions: don't generate."""
+        """True if the engine may hold a mix of versions: don't generate."""
         return self._dirty
 
     def receive(self, version: int | None = None, timeout: float = 600.0) -> int:
-        """Receive a version as `Receiver.receive` does, and have the engine load it; returns its number.
+        """Receive a version as `Receiver.receive` does, and load it into the engine; returns its number.
 
-        timeout: seconds for receiving; the engine takes what it takes. Raises what that raises, and `HoldfastError`
-        with the engine's words where it refuses.
+        version: None stands for the newest, and after a failed load for the version that failed, if it is still kept.
+        timeout: seconds for receiving; the engine's own time is not limited. Raises the errors of `Receiver.receive`,
+        and `HoldfastError` with the engine's message if it refuses.
         """
         weights: list[tuple[str, torch.Tensor]] = []
-        received = self._receiver.receive(lambda name, tensor: weights.append((name, tensor)), version, timeout)
-        self._dirty = True
+        received = self._received(weights, version, timeout)
+        if self._pause is not None:
+            self._ask("pause_generation", "PauseGenerationReqInput", mode=self._pause)
+        self._begin(received)
+        self._dirty, self._failed = True, received
+        try:
+            self._load(weights, received)
+        finally:
+            # Also after a failure: the engine refuses to open another session beside this one.
+            self._end(received)
+        told = {"new_version": str(received), "abort_all_requests": False}
+        self._ask("update_weight_version", "UpdateWeightVersionReqInput", **told)
+        self._version, self._dirty, self._failed = received, False, None
+        if self._pause is not None:
+            self._ask("continue_generation", "ContinueGenerationReqInput")
+        return received
+
+    def _received(self, into: list[tuple[str, torch.Tensor]], version: int | None, timeout: float) -> int:
+        def keep(name: str, tensor: torch.Tensor) -> None:
+            into.append((name, tensor))
+
+        if version is None and self._failed is not None:
+            with contextlib.suppress(CheckpointNotFound):
+                return self._receiver.receive(keep, self._failed, timeout)
+        return self._receiver.receive(keep, version, timeout)
+
+    def _begin(self, version: int) -> None:
+        """Open a weight update session, if this SGLang has them; and close one that was left open by this receiver."""
+        if self._open:
+            self._end(version)
+        if hasattr(self._engine, "begin_weight_update"):
+            _check(self._engine.begin_weight_update(), f"version {version}: the engine opened no session")
+            self._open = True
+
+    def _end(self, version: int) -> None:
+        if self._open:
+            _check(self._engine.end_weight_update(), f"version {version}: the engine did not finish loading")
+            self._open = False
+
+    def _load(self, weights: list[tuple[str, torch.Tensor]], version: int) -> None:
         while weights:
             batch = _next_batch(weights)
             if self._device is not None:
                 batch = [(name, tensor.to(self._device)) for name, tensor in batch]
-            # What it has cached belongs to the old weights; once is enough.
+            # Flush the cache, which belongs to the old weights, once.
             answer = self._engine.update_weights_from_tensor(named_tensors=batch, flush_cache=not weights)
-            success, message = answer if isinstance(answer, tuple) else (answer is not False, "")
-            if not success:
-                raise HoldfastError(
-                    f"version {received}: the engine refused {len(batch)} tensors from {batch[0][0]} on: {message}; it "
-                    f"may hold a mix of versions now: receive(version={received}) again, or start it anew"
-                )
-        self._version, self._dirty = received, False
-        return received
+            _check(
+                answer, f"version {version}: the engine refused {len(batch)} tensors from {batch[0][0]} on", mixed=True
+            )
+
+    def _ask(self, method: str, request: str, **fields: Any) -> None:
+        """Call a method that only the engine's tokenizer manager has, and wait for it."""
+        manager = getattr(self._engine, "tokenizer_manager", None)
+        if not hasattr(manager, method):
+            return
+        made = getattr(require(_REQUESTS, "sglang", why="this receiver"), request)(**fields)
+        self._engine.loop.run_until_complete(getattr(manager, method)(made))
 
     def close(self) -> None:
-        """Leave; idempotent. The engine stays."""
+        """Disconnect; idempotent. The engine is not closed."""
         self._receiver.close()
 
 
+def _check(answer: Any, told: str, *, mixed: bool = False) -> None:
+    success, message = answer[:2] if isinstance(answer, tuple) else (answer is not False, "")
+    if not success:
+        hint = "; it may hold a mix of versions now: call receive() again, or restart it" if mixed else ""
+        raise HoldfastError(f"{told}: {message}{hint}")
+
+
 def _next_batch(weights: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """Takes the first of ``weights`` away, as many as `BATCH_BYTES` allow, and at least one."""
+    """Remove and return the first of ``weights``, up to `BATCH_BYTES`, and at least one."""
     nbytes, count = 0, 0
     for _, tensor in weights:
         nbytes += tensor.numel() * tensor.element_size()

@@ -1,21 +1,22 @@
-"""verl: a checkpoint engine by the name of ``holdfast``, which carries weights by any of Holdfast's transports.
+"""verl: a checkpoint engine named ``holdfast``, which transfers weights by any of Holdfast's transports.
 
     actor_rollout_ref.rollout.checkpoint_engine:
       backend: holdfast
-      custom_backend_module: holdfast.sync.adapters.verl_backend      # where verl has it; else call `register` yourself
+      custom_backend_module: holdfast.sync.adapters.verl_backend      # registers the engine in every process
       engine_kwargs: {holdfast: {transport: shared_memory, place: /dev/shm/run-7}}
 
-verl hands out weights one whole tensor at a time, the same on every trainer rank, and takes them again one at a time.
-So each trainer rank copies its share of them, by bytes, into host memory, and all ranks publish them as one version;
-each rollout worker receives that version, whole and verified, before it yields the first tensor of it.
+verl passes weights one whole tensor at a time, the same on every trainer rank, and takes them one at a time. So each
+trainer rank copies its share of them, by bytes, into host memory, which is reused from version to version, and all
+ranks publish them as one version; each rollout worker receives that version, complete and verified, before it yields
+its first tensor.
 
-Guarantees: a version that fails on its way costs the rollout nothing: no tensor of it is yielded (unless
-``streaming``). Version numbers go up, also from one job to the next.
-Assumes: every trainer rank is given all tensors, in the same order, as verl's engines for FSDP and Megatron do.
-Does not: touch a device's memory on the trainer beside what verl gathers; send what a LoRA adapter alone has changed.
+Guarantees: a version that fails in transfer doesn't affect the rollout: no tensor of it is yielded (unless
+``streaming``). Version numbers increase, also from one job to the next.
+Assumes: every trainer rank gets all tensors, in the same order, as from verl's engines for FSDP and Megatron.
+Does not: use device memory on the trainer besides what verl gathers; send LoRA changes separately; serve verl's backend
+``delta_sharded``, whose trainers pass their training engine instead of weights.
 
-Written against verl 0.8 (``verl/checkpoint_engine/base.py`` of January 2026). Its parts are tested against a record of
-that interface; a training run of verl itself, which needs GPUs, has not been made with it.
+Runs in tests with the wheels of verl 0.8.0 and 0.9.1: its `CheckpointEngineManager` and its workers, on ray and CPU.
 """
 
 from __future__ import annotations
@@ -31,52 +32,59 @@ import torch
 import torch.distributed as dist
 
 from holdfast import _torch_compat as compat
-from holdfast.arguments import checked_seconds
-from holdfast.errors import ConfigError
-from holdfast.sync.adapters.transports import require, transport_of
-from holdfast.sync.publisher import Publisher
+from holdfast.errors import ConfigError, StateMismatch
+from holdfast.sync.adapters.by_name import require, transport_of
+from holdfast.sync.publisher import Publisher, checked_flag
 from holdfast.sync.receiver import Receiver
+from holdfast.validation import checked_seconds
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 
 BACKEND: Final = "holdfast"
 AHEAD: Final = 2
-"""How many tensors a streaming receive may be ahead of who takes them."""
+"""Number of tensors that a streaming receive may be ahead of the consumer."""
 _LOOK_S: Final = 0.1
 
 
 def register(backend: str = BACKEND) -> type:
-    """Make the engine known to verl's ``CheckpointEngineRegistry`` as ``backend``; returns its class. Idempotent.
+    """Register the engine with verl's ``CheckpointEngineRegistry`` as ``backend``; return its class. Idempotent.
 
-    Call it in every process of trainer and rollout before verl makes its engines. Raises `ConfigError` where verl is
-    not installed.
+    Call it in every process of trainer and rollout before verl makes its engines. Raises `ConfigError` if verl is not
+    installed.
     """
     base = require("verl.checkpoint_engine.base", "verl", why="this checkpoint engine")
     try:
         known: type = base.CheckpointEngineRegistry.get(backend)
-    except KeyError:
+    except (KeyError, ValueError):  # verl 0.8, and 0.9
         known = object
     if issubclass(known, VerlEngine):
         return known
-    made = type("HoldfastCheckpointEngine", (VerlEngine, base.CheckpointEngine), {"__doc__": VerlEngine.__doc__})
+    bases = (VerlEngine, getattr(base, "CheckpointEngineWithCache", base.CheckpointEngine))
+    made = type("HoldfastCheckpointEngine", bases, {"__doc__": VerlEngine.__doc__})
     base.CheckpointEngineRegistry.register(backend)(made)
     return made
 
 
 class VerlEngine:
-    """What the engine does, without verl's base class; verl makes one in each trainer and rollout worker.
+    """The engine without verl's base class; verl makes one in each trainer and rollout worker.
 
     Args:
-        bucket_size: bytes of a bucket; verl gives it.
-        is_master: whether this is trainer rank 0; verl gives it.
+        bucket_size: bytes of a bucket; passed by verl.
+        is_master: whether this is trainer rank 0; passed by verl.
         transport: ``"shared_memory"`` (one host), ``"process_group"``, ``"nixl"`` or ``"directory"``.
         place: the rendezvous of the transport, or the directory of versions; the same for all workers.
         options: further arguments of the transport, by name.
-        streaming: yield tensors as they come: takes no memory on the rollout side, but what has been yielded of a
-            version that then fails is in the rollout's weights.
+        streaming: yield tensors as they arrive: needs no memory on the rollout side, but tensors yielded before a
+            version fails stay in the rollout's weights.
+        rollout_dtype: cast floating point weights to this dtype on the trainer, e.g. ``"bfloat16"``; None: as verl
+            passes them.
+        cache: keep the version received last in the rollout worker's host memory, for `get_weights`. The next one is
+            received into the same memory. Not with ``streaming``.
         timeout_s: seconds for one version, > 0.
     """
+
+    wire_format = "named_tensors"
 
     def __init__(
         self,
@@ -87,37 +95,47 @@ class VerlEngine:
         place: str | None = None,
         options: Mapping[str, Any] | None = None,
         streaming: bool = False,
+        rollout_dtype: torch.dtype | str | None = None,
+        cache: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
         self._transport = transport_of(transport, place, dict(options or {}))
         self._bucket_bytes = bucket_size
         self._is_master = is_master
-        self._streaming = streaming
+        self._streaming = checked_flag("streaming", streaming)
+        self._cache = checked_flag("cache", cache)
+        if cache and streaming:
+            raise ConfigError("cache: nothing is kept with streaming; choose one of them", field="cache")
+        self._dtype = _dtype_of(rollout_dtype)
+        self._share = HostShare(self._dtype)
+        self._cached: dict[str, torch.Tensor] = {}
         self._timeout_s = checked_seconds("timeout_s", timeout_s)
         self._version = -1
+        self.global_steps: int | None = None
+        """The trainer's step of the version that was sent or received last, as verl told it."""
         self._receivers: int | None = None
         self._publisher: Publisher | None = None
         self._receiver: Receiver | None = None
 
-    # What verl calls, in this order, for each version. ----------------------------------------------------------------
+    # Called by verl in this order, for each version. ------------------------------------------------------------------
 
     def prepare(self) -> dict[str, Any]:
-        """The number of the next version, which the master's counts."""
-        # Not one more than the last: a job that starts anew must go on above what is in a directory.
+        """Return the number of the next version; the master's is used."""
+        # Not the last one plus one: a new job must continue above the versions in a directory.
         return {"version": max(self._version + 1, time.time_ns() // 1_000_000)}
 
     @classmethod
     def build_topology(
         cls, trainer_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Everybody is told the version, and trainers how many come for it."""
+        """Tell everybody the version, and the trainers how many workers receive it."""
         version = metadata[0]["version"]  # trainers come first, the master first of them
         trainers = {"version": [version] * trainer_world_size, "receivers": [rollout_world_size] * trainer_world_size}
         rollouts = {"version": [version] * rollout_world_size, "receivers": [None] * rollout_world_size}
         return trainers, rollouts
 
     def init_process_group(self, *, version: int, receivers: int | None) -> None:
-        """Get ready to publish ``version`` to ``receivers`` workers, or to receive it (None)."""
+        """Prepare to publish ``version`` to ``receivers`` workers, or to receive it (None)."""
         self._version = version
         if receivers is None:
             if self._receiver is None:
@@ -131,18 +149,38 @@ class VerlEngine:
         self._receivers = receivers
 
     def finalize(self) -> None:
-        """Nothing: connections and plans serve the next version too."""
+        """Do nothing: connections and plans are reused for the next version."""
 
-    async def send_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Publish all of ``weights``; returns when every rollout worker has them."""
+    async def send_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
+    ) -> dict[str, float]:
+        """Publish all of ``weights``; returns when every rollout worker has them: metrics, on the master.
+
+        global_steps: the trainer's step, for the metrics only: it may start again below the last version.
+        """
         if self._publisher is None:
             raise ConfigError("send_weights before init_process_group: verl's manager calls that first")
-        # Here, not on another thread: taking the next tensor may be a collective of the trainer's.
-        share = share_of(weights)
-        await asyncio.to_thread(self._publisher.publish, share, self._version, self._timeout_s)
+        begun = time.monotonic()
+        # On this thread: taking the next tensor may be a collective of the trainer's.
+        share, total_bytes = self._share.copy(weights)
+        copied = time.monotonic()
+        published = await asyncio.to_thread(self._publisher.publish, share, self._version, self._timeout_s)
+        self.global_steps = global_steps
+        if not self._is_master:
+            return {}  # verl merges the metrics of all trainer ranks: the last of them would count
+        metrics = {
+            "payload_mbytes": total_bytes / 2**20,
+            "gather_s": copied - begun,
+            "publish_s": published.seconds,
+            "receivers": float(published.receivers),
+            "lost_receivers": float(published.lost),
+        }
+        if global_steps is not None:
+            metrics["global_steps"] = float(global_steps)
+        return {f"checkpoint_engine/{name}": value for name, value in metrics.items()}
 
-    async def receive_weights(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yields every tensor of the version, in host memory."""
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor of the version, in host memory. With ``cache`` they must not be changed."""
         receiver, version = self._receiver, self._version
         if receiver is None:
             raise ConfigError("receive_weights before init_process_group: verl's manager calls that first")
@@ -153,42 +191,110 @@ class VerlEngine:
         if self._streaming:
             async for item in as_received(receive):
                 yield item
+            self.global_steps = global_steps
+            return
+        if self._cache:
+            await asyncio.to_thread(self._receive_into_cache, receiver, version)
+            self.global_steps = global_steps
+            async for item in self.get_weights():
+                yield item
             return
         whole: deque[tuple[str, torch.Tensor]] = deque()
         await asyncio.to_thread(receive, lambda name, tensor: whole.append((name, tensor)))
+        self.global_steps = global_steps
         while whole:
             yield whole.popleft()
 
+    async def get_weights(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor of the version that was received last, from the cache, as often as it is called.
+
+        Raises `ConfigError` without ``cache``, before the first version, and if receiving the last one failed: its
+        bytes are in the memory of the version before.
+        """
+        receiver = self._receiver
+        if not self._cache or receiver is None or receiver.version is None or receiver.dirty:
+            raise ConfigError(
+                "no version in the cache: "
+                + ("make the engine with cache=True" if not self._cache else "none was received completely since then"),
+                field="cache",
+            )
+        for item in list(self._cached.items()):
+            yield item
+
+    def _receive_into_cache(self, receiver: Receiver, version: int) -> None:
+        """Receive into the memory of the last version if it had the same tensors, else into new memory."""
+        deadline = time.monotonic() + self._timeout_s
+        if self._cached:
+            try:
+                # Streaming: nothing but this cache is written to, so a shadow of it would protect nothing.
+                receiver.receive(self._cached, version, self._timeout_s, True)  # noqa: FBT003
+            except StateMismatch:
+                self._cached = {}
+            else:
+                return
+        fresh: dict[str, torch.Tensor] = {}
+        receiver.receive(fresh.__setitem__, version, max(_LOOK_S, deadline - time.monotonic()))
+        self._cached = fresh
+
+
+class HostShare:
+    """This trainer rank's share of the weights in host memory, which one version after the other is copied into.
+
+    dtype: floating point weights are cast to it; None: to nothing.
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
+        self._held: dict[str, torch.Tensor] = {}
+
+    def copy(self, weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], int]:
+        """Copy the share: each tensor is in one rank's. Returns it, valid until the next call, and all ranks' bytes."""
+        grouped = dist.is_available() and dist.is_initialized()
+        rank, world = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+        nbytes = [0] * world
+        held, self._held = self._held, {}
+        for name, tensor in weights:
+            if compat.is_dtensor(tensor):
+                raise ConfigError(f"{name} is a DTensor, but verl passes whole tensors; gather it first", field=name)
+            if name in self._held:
+                raise ConfigError(f"{name} was passed twice in one version", field=name)
+            dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+            owner = nbytes.index(min(nbytes))
+            nbytes[owner] += max(1, tensor.numel() * dtype.itemsize)
+            if owner != rank:
+                continue
+            memory = held.pop(name, None)
+            if memory is None or memory.shape != tensor.shape or memory.dtype != dtype:
+                memory = torch.empty(tensor.shape, dtype=dtype, pin_memory=tensor.is_cuda)
+            self._held[name] = memory.copy_(tensor.detach())
+        return dict(self._held), sum(nbytes)
+
 
 def share_of(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """This trainer rank's share of ``weights``, copied to host memory: each tensor is in one rank's share.
+    """Copy this trainer rank's share of ``weights`` to new host memory: each tensor is in one rank's share."""
+    return HostShare().copy(weights)[0]
 
-    It goes to the rank that has the fewest bytes so far, which every rank finds by itself.
-    """
-    grouped = dist.is_available() and dist.is_initialized()
-    rank, world = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
-    nbytes = [0] * world
-    share: dict[str, torch.Tensor] = {}
-    for name, tensor in weights:
-        if compat.is_dtensor(tensor):
-            raise ConfigError(f"{name} is a DTensor: verl hands out whole tensors; gather it first", field=name)
-        owner = nbytes.index(min(nbytes))
-        nbytes[owner] += max(1, tensor.numel() * tensor.element_size())
-        if owner == rank:
-            share[name] = tensor.detach().to("cpu", copy=True)
-    return share
+
+def _dtype_of(given: torch.dtype | str | None) -> torch.dtype | None:
+    found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
+    if found is not None and isinstance(found, torch.dtype) and found.is_floating_point:
+        return found
+    if given is None:
+        return None
+    raise ConfigError(f"rollout_dtype must name a floating point dtype of torch, not {given!r}", field="rollout_dtype")
 
 
 class _NobodyTakesIt(Exception):
-    """Whoever iterated has gone."""
+    """The consumer has stopped iterating."""
 
 
 async def as_received(
     receive: Callable[[Callable[[str, torch.Tensor], None]], object],
 ) -> AsyncIterator[tuple[str, torch.Tensor]]:
-    """What ``receive``, on a thread of its own, hands to the function that it is given; at most `AHEAD` ahead.
+    """Run ``receive`` on a thread and yield what it passes to its callback, at most `AHEAD` items ahead.
 
-    Raises what ``receive`` raises, behind what it has handed over. Left early, it has ``receive`` end with an error.
+    Raises the error of ``receive`` after the items it has passed. If the iterator is left early, ``receive`` ends with
+    an error.
     """
     loop = asyncio.get_running_loop()
     items: asyncio.Queue[tuple[str, torch.Tensor] | None] = asyncio.Queue()

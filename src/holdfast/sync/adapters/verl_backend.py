@@ -1,4 +1,4 @@
-"""Importing this registers the engine with verl: what its ``custom_backend_module`` names. See ``adapters.verl``."""
+"""Register the engine with verl on import, for its ``custom_backend_module``. See ``adapters.verl``."""
 
 from __future__ import annotations
 

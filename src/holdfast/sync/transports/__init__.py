@@ -1,1 +1,1 @@
-"""How versions travel: a module a transport."""
+"""Transports of weight versions, one per module."""

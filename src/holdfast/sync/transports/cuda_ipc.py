@@ -1,13 +1,13 @@
-"""Weights between processes that share a GPU or a host of GPUs, through device memory that both have mapped (CUDA IPC).
+"""Transfer weights between processes on the GPUs of one host, through device memory that both have mapped (CUDA IPC).
 
-A publisher rank packs into two slots in the memory of its GPU; each member of its sessions maps them, and takes what it
-wants straight from there: nothing passes through the host, and nothing is sent but words. Checksums are computed on the
-GPU. A member on another GPU of the host reads over the link between them, where the driver allows that.
+A publisher rank packs into two slots in the memory of its GPU; each member of its sessions maps them, and copies what
+it wants from there: nothing passes through the host, and only messages are sent. Checksums are computed on the GPU. A
+member on another GPU of the host reads over the link between them, if the driver allows that.
 
-Guarantees: a bucket is told of when it is packed, and its slot given back when it has been copied: each side waits for
-its own stream. Who was given up keeps what it has mapped, and nobody writes there any more.
-Assumes Linux, one host, and that both sides see the publisher's GPU, by whatever number. Has been written without a GPU
-at hand: ``tests/gpu`` has its tests.
+Guarantees: a bucket is announced when it is packed, and its slot given back when it has been copied: each side waits
+for its own stream. A member that was given up keeps its mapping, which nobody writes to any more.
+Assumes Linux, one host, and that both sides see the publisher's GPU, under any number. Written without access to a GPU:
+``tests/gpu`` has its tests.
 Does not: synchronize other streams than the current ones of the threads that publish and receive.
 """
 
@@ -20,33 +20,33 @@ import torch
 from torch.multiprocessing import reductions
 
 from holdfast.errors import ConfigError
+from holdfast.format.decoding import prepare_decoding
 from holdfast.plan.write import round_up
-from holdfast.sync.transports.base import SLOTS
-from holdfast.sync.transports.linked import LinkedTransport
-from holdfast.sync.transports.mapped import MappedSlots
+from holdfast.sync.session.channel import SLOTS
+from holdfast.sync.transports.linked import LinkedTransport, MappedSlots
+from holdfast.sync.weights.buckets import BUCKET_ALIGN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from holdfast.sync.deadline import Deadline
-    from holdfast.sync.transports.base import Channels
+    from holdfast.coordination.deadline import Deadline
+    from holdfast.sync.session.channel import Channels
 
-_ALIGN_BYTES = 256
 _cuda: Any = torch.cuda
 _reductions: Any = reductions
 """Neither is typed."""
 
 
 class CudaIpcTransport(LinkedTransport):
-    """Versions through device memory, within one host.
+    """Transfers versions through device memory, within one host.
 
     Args:
-        rendezvous: where both sides find one another: a directory, ``"tcp://host:port"``, or a torch Store.
-        device: of this process, for the slots of a publisher; None for the current CUDA device.
-        process_group: the publisher ranks; the default group where there is one. Receivers need none.
+        rendezvous: where both sides find each other: a directory, ``"tcp://host:port"``, or a torch Store.
+        device: device of this process for a publisher's slots; None for the current CUDA device.
+        process_group: the publisher ranks; None for the default group if there is one. Receivers need none.
         peer_timeout_s: seconds of silence after which a peer is given up.
 
-    Raises `ConfigError` where torch finds no CUDA device.
+    Raises `ConfigError` if torch finds no CUDA device.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class CudaIpcTransport(LinkedTransport):
 
 
 class _Handle(msgspec.Struct, frozen=True, array_like=True):
-    """What torch needs to map memory of another process; ``gpu``: which one it is on, whatever its number here."""
+    """What torch needs to map memory of another process; ``gpu``: the device's UUID, since numbers differ."""
 
     gpu: str
     nbytes: int
@@ -106,7 +106,7 @@ class CudaIpcChannels:
         return ReceiveDeviceSlots(msgspec.msgpack.decode(offer, type=_Handle), bucket_bytes)
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing: there is nothing to release."""
 
 
 class SendDeviceSlots:
@@ -116,11 +116,11 @@ class SendDeviceSlots:
 
     def __init__(self, device: torch.device, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
-        self._slot_bytes = round_up(bucket_bytes, _ALIGN_BYTES)
+        self._slot_bytes = round_up(bucket_bytes, BUCKET_ALIGN_BYTES)
         self._memory = torch.empty(SLOTS * self._slot_bytes, dtype=torch.uint8, device=device)
 
     def offer(self, member: int) -> bytes:
-        del member  # each gets a handle, and with it a count of its own
+        del member  # each gets a handle, and with it its own count
         try:
             told = _reductions.reduce_tensor(self._memory)[1]
         except RuntimeError as error:
@@ -145,7 +145,7 @@ class SendDeviceSlots:
         return self._memory[start : start + self._bucket_bytes]
 
     def start(self, seq: int, nbytes: int, lane: Sequence[int]) -> None:
-        """Members are told of the bucket next: it has to be there."""
+        """Complete the bucket before members are told of it."""
         del seq, nbytes, lane
         _cuda.current_stream(self._memory.device).synchronize()
 
@@ -153,7 +153,7 @@ class SendDeviceSlots:
         pass
 
     def close(self) -> None:
-        # Torch keeps it until members have let go of theirs.
+        # Torch keeps the memory until members have released theirs.
         self._memory = torch.empty(0, dtype=torch.uint8)
 
 
@@ -161,7 +161,7 @@ class ReceiveDeviceSlots(MappedSlots):
     """A publisher rank's slots, mapped; implements `ReceiveChannel`."""
 
     def __init__(self, handle: _Handle, bucket_bytes: int) -> None:
-        slot_bytes = round_up(bucket_bytes, _ALIGN_BYTES)
+        slot_bytes = round_up(bucket_bytes, BUCKET_ALIGN_BYTES)
         if handle.nbytes != SLOTS * slot_bytes:
             raise ConfigError(
                 f"the publisher offers {handle.nbytes} bytes of memory for buckets of {bucket_bytes}; run the same "
@@ -184,7 +184,7 @@ class ReceiveDeviceSlots(MappedSlots):
         super().__init__(memory, slot_bytes)
 
     def release(self, seq: int) -> None:
-        """The publisher is told next, and fills it again: copies out of it, on its device's stream, have to be over."""
+        """Wait for copies out of the slot, on its device's stream: the publisher is told next, and refills it."""
         super().release(seq)
         _cuda.current_stream(self._memory.device).synchronize()
 
@@ -202,3 +202,6 @@ def _number_of(gpu: str) -> int:
             field="transport",
         )
     return found[gpu]
+
+
+prepare_decoding(_Handle)

@@ -1,11 +1,11 @@
-"""Versions in a directory: what a publisher saved there, or anybody else, read by whoever comes.
+"""Versions in a directory: saved there by a publisher or any other writer, read by any receiver.
 
-    root/version-7/      an ordinary checkpoint, written by all publisher ranks (``directory_publishing``)
+    root/version-7/      an ordinary checkpoint, written by all publisher ranks
     root/step-500/       of a `CheckpointManager`: ``name_template="step-{step}", prefix="model"``
     root/hf-500/         a Hugging Face export: ``name_template="hf-{step}"``
 
-``root`` may be the URL of an object store, below which the same things lie (``object_publishing``,
-``object_receiving``). A receiver needs no process group, and nothing between it and the publisher but the storage.
+``root`` may be the URL of an object store with the same contents (``transports.object_store``). A receiver needs no
+process group, and nothing shared with the publisher but the storage.
 
 Guarantees and limits: those of the halves, in their modules.
 Assumes: a file system, or an object store, that all see.
@@ -13,37 +13,35 @@ Assumes: a file system, or an object store, that all see.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from holdfast.arguments import checked_path
+from holdfast.catalog.root import checked_template
 from holdfast.errors import ConfigError
-from holdfast.root import checked_template
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local import open_storage
 from holdfast.storage.object_store import ObjectStore, is_url
-from holdfast.sync.transports.directory_publishing import DirectoryPublishing
-from holdfast.sync.transports.directory_receiving import DirectoryReceiving
-from holdfast.sync.transports.object_publishing import ObjectPublishing
-from holdfast.sync.transports.object_receiving import ObjectReceiving
+from holdfast.sync.transports.object_store import ObjectPublishing, ObjectReceiving
+from holdfast.sync.transports.stored import DirectoryPublishing, DirectoryReceiving
+from holdfast.validation import checked_directory
 
 if TYPE_CHECKING:
-    from holdfast.sync.seam import PublisherOptions, Publishing, Receiving
+    import os
+
+    from holdfast.sync.protocol import PublisherOptions, Publishing, Receiving
 
 
 class DirectoryTransport:
     """Weight versions as directories below ``root``, for a `Publisher`, a `Receiver`, or both.
 
-    root: a directory that all publisher ranks and receivers see; made by the publisher if it doesn't exist, waited for
-    by a receiver. Or the URL of a place on an object store (``s3://bucket/prefix``, ``gs://bucket/prefix``,
-    ``az://container/prefix``), whose bucket exists. store_options: of a URL, how to get there (``endpoint``,
-    ``region``, credentials, ``proxy_url``, …), by the names that ``obstore`` has for it; the rest comes from the
-    environment.
+    root: a directory that all publisher ranks and receivers see; made by the publisher if it doesn't exist; a receiver
+    waits for it. Or the URL of a place on an object store (``s3://bucket/prefix``, ``gs://bucket/prefix``,
+    ``az://container/prefix``), whose bucket exists. store_options: access options for a URL (``endpoint``, ``region``,
+    credentials, ``proxy_url``, …), with the names that ``obstore`` uses; the rest comes from the environment.
 
-    name_template: directory of one version; has exactly one field, ``{step}``, the version. prefix: the top-level key
-    of the state that the weights are under, for a root of checkpoints that hold more; a publisher saves under it, too.
-    key_map: how Hugging Face exports name and shape what a module has, as for `holdfast.load`. process_group: the
-    publisher's ranks; None for the default group, or a single rank where there is none.
+    name_template: directory of one version, with exactly one field, ``{step}``, for the version. prefix: the top-level
+    key of the weights in the state, for a root of checkpoints that hold more; a publisher also saves under it. key_map:
+    how Hugging Face exports name and shape a module's tensors, as for `holdfast.load`. process_group: the publisher's
+    ranks; None for the default group, or a single rank if there is none.
 
     Raises `ConfigError` naming the argument.
     """
@@ -62,8 +60,8 @@ class DirectoryTransport:
         self._store_options = _checked_options(store_options)
         if store_options is not None and not self._is_url:
             raise ConfigError(f"store_options are for a URL, but root is {root!r}", field="store_options")
-        # Made anew by each half, so that a transport can be handed to another process.
-        self.root = self._store(str(root)).url if self._is_url else checked_path(root, field="root")
+        # Made by each half again, so that a transport can be passed to another process.
+        self.root = self._store(str(root)).url if self._is_url else checked_directory(root, field="root")
         checked_template("DirectoryTransport", name_template, example="version-{step}")
         given: object = prefix
         if given is not None and (not isinstance(given, str) or not given):
@@ -83,14 +81,15 @@ class DirectoryTransport:
         """See `DirectoryPublishing`, which locks ``root``, and `ObjectPublishing`. Every rank of the group calls it."""
         if options.atomic_fleet:
             raise ConfigError(
-                "atomic_fleet=True: a directory knows nothing of its receivers, so these can't commit together; "
-                "leave it out, or use a transport with links",
+                "atomic_fleet=True: a directory doesn't know its receivers, so they can't commit "
+                "together; leave it out, or use a transport with connections",
                 field="atomic_fleet",
             )
         if options.captures is not None:
             raise ConfigError(
-                "manager: a version in a directory is a checkpoint of its own; have receivers read those of the "
-                "manager, with a DirectoryTransport of its root, its name_template and a prefix",
+                "manager: a version in a directory is a checkpoint of its own; let receivers read the "
+                "manager's checkpoints with a DirectoryTransport of its root, its name_template and a "
+                "prefix",
                 field="manager",
             )
         if self.key_map is not None:
@@ -107,7 +106,7 @@ class DirectoryTransport:
         """See `DirectoryReceiving`, `ObjectReceiving`."""
         if self._is_url:
             return ObjectReceiving(self._store(self.root), self.name_template, self.prefix, self.key_map)
-        return DirectoryReceiving(LocalStorage(self.root), self.name_template, self.prefix, self.key_map)
+        return DirectoryReceiving(open_storage(self.root), self.name_template, self.prefix, self.key_map)
 
     def _store(self, url: str) -> ObjectStore:
         return ObjectStore(url, self._store_options)

@@ -1,18 +1,21 @@
-"""Weights over ``torch.distributed``: gloo between hosts, or the backend of an accelerator.
+"""Transfer weights over ``torch.distributed``: gloo between hosts, or the backend of an accelerator.
 
-Each publisher rank makes a group of itself and the members of its sessions, off torch's lists: training, and receivers
-that are a job of their own, may have and make groups as they like. They meet over a TCPStore that the publisher rank
-hosts. A bucket that all members want is broadcast; others are sent to each that wants them. gloo takes what is large
-straight from the publisher's tensors, and puts it straight into the memory it is for.
+Each publisher rank makes a group of itself and the members of its sessions, not registered with torch: training, and
+receivers that are jobs of their own, may have and make any groups. They meet over a TCPStore that the publisher rank
+hosts. A bucket that all members want is broadcast; others are sent to each member that wants them. gloo sends large
+entries straight from the publisher's tensors, and receives them straight into their destination.
 
-Guarantees: groups are made anew when the members change, or an operation failed; nothing of a group that failed is used
-again. Buckets take two slots on each side, on ``device``.
-Assumes: torch has the backend. One that torch doesn't bring must be registered with ``torch.distributed.Backend``.
+Guarantees: groups are made again when the members change or an operation failed; nothing of a failed group is reused.
+Buckets take two slots on each side, on ``device``.
+Assumes: torch has the backend; one that torch doesn't include must be registered with ``torch.distributed.Backend``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+import threading
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,43 +23,108 @@ import msgspec
 import torch
 
 from holdfast import _torch_compat as compat
+from holdfast.coordination import links
+from holdfast.coordination.links import LinkLost, PeerLate, is_gloo_available, prefix_store
 from holdfast.errors import ConfigError, DeadlineExceeded, PeerLost
-from holdfast.export import links
-from holdfast.export.gloo import is_gloo_available, prefix_store
-from holdfast.sync.rendezvous import hosts_here, this_machine
-from holdfast.sync.transports.base import SLOTS, bucket_memory
-from holdfast.sync.transports.device_links import DeviceLinks
+from holdfast.format.decoding import prepare_decoding
+from holdfast.sync.session.channel import SLOTS, bucket_memory
+from holdfast.sync.session.rendezvous import hosts_here, this_machine
 from holdfast.sync.transports.linked import LinkedTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from holdfast.export.links import Transfer
-    from holdfast.sync.deadline import Deadline
-    from holdfast.sync.transports.base import Channels
+    from holdfast.coordination.deadline import Deadline
+    from holdfast.coordination.links import TransferHandle
+    from holdfast.sync.session.channel import Channels
+
+
+# Connections over the backend of an accelerator (NCCL, HCCL, ...), with deadlines. Operations run on a separate stream;
+# waits poll the device. Both ends issue the operations of a group in the same order, from one thread.
+
+_LOOK_S: Final = 0.0002
+
+
+class DeviceLinks:
+    """Links to all other ranks of a group of ``backend``. Making them doesn't wait: the first operations do."""
+
+    def __init__(
+        self, backend: str, device: torch.device, store: Any, rank: int, world: int, *, timeout_s: float
+    ) -> None:
+        self._group = compat.make_backend(backend, store, rank, world, timedelta(seconds=timeout_s))
+        self._device = device
+        self._stream = torch.get_device_module(device).Stream(device=device)
+        self._aborted = threading.Event()
+
+    def send(self, peer: int, memory: torch.Tensor, tag: int) -> TransferHandle:
+        return self._start(lambda: self._group.send([memory], peer, tag))
+
+    def receive(self, peer: int, memory: torch.Tensor, tag: int) -> TransferHandle:
+        return self._start(lambda: self._group.recv([memory], peer, tag))
+
+    def broadcast(self, root: int, memory: torch.Tensor) -> TransferHandle:
+        return self._start(lambda: self._group.broadcast(memory, root))
+
+    def abort(self) -> None:
+        self._aborted.set()
+        for name in ("abort", "shutdown"):
+            if hasattr(self._group, name):
+                with contextlib.suppress(RuntimeError):
+                    getattr(self._group, name)()
+                return
+
+    def _start(self, start: Callable[[], Any]) -> TransferHandle:
+        module = torch.get_device_module(self._device)
+        packed = module.current_stream(self._device).record_event()
+        with module.stream(self._stream):
+            self._stream.wait_event(packed)
+            try:
+                work = start()
+                work.wait()  # blocks the stream, not this thread
+            except RuntimeError as error:
+                raise LinkLost(str(error).splitlines()[0][:200]) from error
+            return _DeviceTransfer(self._stream.record_event(), self._aborted)
+
+
+class _DeviceTransfer:
+    def __init__(self, done: Any, aborted: threading.Event) -> None:
+        self._done = done
+        self._aborted = aborted
+
+    def wait(self, timeout_s: float) -> None:
+        ends_s = time.monotonic() + timeout_s
+        while not self._done.query():
+            if self._aborted.is_set():
+                raise LinkLost("it was ended from outside")
+            if time.monotonic() > ends_s:
+                raise PeerLate(f"the device was not done after {timeout_s:.3g} s")
+            time.sleep(_LOOK_S)
+
 
 _STORE_TIMEOUT: Final = timedelta(seconds=30)
 _OPEN_S: Final = 30.0
-"""All have said that they are there: who isn't by then is lost, and a session with the others begins."""
+"""Timeout for opening a group whose members have all reported; missing ones are lost and the session starts
+without them.
+"""
 _GLOO: Final = "gloo"
 _PUBLISHER: Final = 0
-"""Its rank in the groups; member number ``n`` has ``n + 1``."""
+"""Rank of the publisher in the groups; member number ``n`` has rank ``n + 1``."""
 _PARTS: Final = 1 << 14
-"""Of a bucket, and many more than there are."""
+"""Upper limit of parts of a bucket, far above the actual number."""
 _TAGS: Final = 1 << 29
-"""gloo's are 32 bits, of which the upper ones are for its own and for what ends links."""
+"""Limit of tags: gloo's have 32 bits, and the upper ones are reserved for its own and for ending links."""
 
 
 class ProcessGroupTransport(LinkedTransport):
-    """Versions over groups of ``torch.distributed``, between processes on any hosts.
+    """Transfers versions over groups of ``torch.distributed``, between processes on any hosts.
 
     Args:
-        rendezvous: where both sides find one another: a directory, ``"tcp://host:port"``, or a torch Store.
+        rendezvous: where both sides find each other: a directory, ``"tcp://host:port"``, or a torch Store.
         backend: ``"gloo"``, ``"nccl"``, or another that torch has (``"hccl"`` with torch_npu).
-        device: where buckets are packed and received: ``"cpu"`` for gloo, a device of the backend otherwise.
-        process_group: the publisher ranks; the default group where there is one. Receivers need none.
+        device: where buckets are packed and received: ``"cpu"`` for gloo, otherwise a device of the backend.
+        process_group: the publisher ranks; None for the default group if there is one. Receivers need none.
         peer_timeout_s: seconds of silence after which a peer is given up.
-        host: the address of this host by which the other side reaches it, where it isn't found by itself.
+        host: the address by which the other side reaches this host, if it isn't found automatically.
     """
 
     def __init__(
@@ -78,13 +146,13 @@ class ProcessGroupTransport(LinkedTransport):
             if self._device.type != "cpu":
                 raise ConfigError(f"gloo sends from host memory, not from {device}; give device='cpu'", field="device")
         elif self._device.type == "cpu":
-            raise ConfigError(f"backend {backend!r} needs a device of its own, not 'cpu'", field="device")
+            raise ConfigError(f"backend {backend!r} needs its own device, not 'cpu'", field="device")
 
     def make_channels(self) -> Channels:
         return GroupChannels(self._backend, self._device, self._host)
 
 
-class _Offer(msgspec.Struct, frozen=True, array_like=True):
+class _GroupOffer(msgspec.Struct, frozen=True, array_like=True):
     hosts: tuple[str, ...]
     port: int
     machine: str
@@ -113,7 +181,7 @@ class GroupChannels:
         name = secrets.token_hex(8)
         world = len(addresses) + 1
         offers = [
-            _Offer(hosts_here(self._host), self._hosted.port, this_machine(), name, member + 1, world)
+            _GroupOffer(hosts_here(self._host), self._hosted.port, this_machine(), name, member + 1, world)
             for member in range(len(addresses))
         ]
         store = prefix_store(name, self._hosted)
@@ -121,7 +189,7 @@ class GroupChannels:
         return kind(self._links(lambda: store, _PUBLISHER, world), offers, bucket_bytes, self._device)
 
     def receive_channel(self, offer: bytes, bucket_bytes: int) -> ReceiveGroup:
-        told = msgspec.msgpack.decode(offer, type=_Offer)
+        told = msgspec.msgpack.decode(offer, type=_GroupOffer)
         host = "127.0.0.1" if told.machine == this_machine() else told.hosts[0]
 
         def connect() -> Any:
@@ -147,7 +215,7 @@ GroupLinks = links.GlooLinks | DeviceLinks
 
 
 class _Group:
-    """What both ends share: links that are made by `open`, and end once."""
+    """State shared by both ends: links that are made by `open` and ended once."""
 
     blocks = True
 
@@ -182,10 +250,10 @@ class _Group:
     def slot(self, slot: int) -> torch.Tensor:
         return self._slots[slot]
 
-    def _wait(self, transfer: Transfer, deadline: Deadline, seq: int) -> None:
+    def _wait(self, transfer: TransferHandle, deadline: Deadline, seq: int) -> None:
         try:
             transfer.wait(max(deadline.left_s(), 0.001))
-        except links.PeerLost as error:
+        except links.LinkLost as error:
             raise PeerLost(f"bucket {seq} was cut off: {error}", peer="a member", phase=f"bucket {seq}") from error
         except links.PeerLate as error:
             raise DeadlineExceeded(
@@ -194,10 +262,10 @@ class _Group:
                 timeout_s=deadline.timeout_s,
             ) from error
 
-    def _started(self, start: Callable[[], Transfer], seq: int) -> Transfer:
+    def _started(self, start: Callable[[], TransferHandle], seq: int) -> TransferHandle:
         try:
             return start()
-        except links.PeerLost as error:
+        except links.LinkLost as error:
             raise PeerLost(f"bucket {seq} was cut off: {error}", peer="a member", phase=f"bucket {seq}") from error
 
     @property
@@ -207,18 +275,18 @@ class _Group:
 
 
 class SendGroup(_Group):
-    """Of a publisher rank; implements `SendChannel`."""
+    """`SendChannel` of a publisher rank."""
 
     def __init__(
         self,
         make_links: Callable[[float], GroupLinks],
-        offers: Sequence[_Offer],
+        offers: Sequence[_GroupOffer],
         bucket_bytes: int,
         device: torch.device,
     ) -> None:
         super().__init__(make_links, bucket_bytes, device)
         self._offers = offers
-        self._under_way: dict[int, list[Transfer]] = {}
+        self._under_way: dict[int, list[TransferHandle]] = {}
 
     def offer(self, member: int) -> bytes:
         return msgspec.msgpack.encode(self._offers[member])
@@ -241,7 +309,7 @@ class SendGroup(_Group):
 
 
 class SendApart(SendGroup):
-    """Of a publisher rank, by gloo; implements `SendsApart` too."""
+    """`SendChannel` of a publisher rank over gloo; implements `SendsApart` too."""
 
     def start_apart(self, seq: int, parts: Sequence[torch.Tensor], lane: Sequence[int]) -> None:
         self._under_way[seq] = []
@@ -250,14 +318,14 @@ class SendApart(SendGroup):
 
 
 class ReceiveGroup(_Group):
-    """Of a member; implements `ReceiveChannel`."""
+    """`ReceiveChannel` of a member."""
 
     def __init__(
         self, make_links: Callable[[float], GroupLinks], members: int, bucket_bytes: int, device: torch.device
     ) -> None:
         super().__init__(make_links, bucket_bytes, device)
         self._members = members
-        self._posted: dict[int, tuple[torch.Tensor, list[Transfer]]] = {}
+        self._posted: dict[int, tuple[torch.Tensor, list[TransferHandle]]] = {}
         self._free = list(range(SLOTS))
         self._slot_of: dict[int, int] = {}
 
@@ -269,7 +337,7 @@ class ReceiveGroup(_Group):
         slot = self._slot_of[seq] = self._free.pop()
         return self._slots[slot][:nbytes]
 
-    def _start(self, seq: int, memory: torch.Tensor, lane: Sequence[int], tag: int) -> Transfer:
+    def _start(self, seq: int, memory: torch.Tensor, lane: Sequence[int], tag: int) -> TransferHandle:
         ends = self._open_links
         if _is_broadcast(lane, self._members):
             return self._started(lambda: ends.broadcast(_PUBLISHER, memory), seq)
@@ -287,20 +355,20 @@ class ReceiveGroup(_Group):
 
 
 class ReceiveApart(ReceiveGroup):
-    """Of a member, by gloo; implements `ReceivesApart` too."""
+    """`ReceiveChannel` of a member over gloo; implements `ReceivesApart` too."""
 
     def post_apart(
         self, seq: int, nbytes: int, lane: Sequence[int], place: Callable[[torch.Tensor], Sequence[torch.Tensor]]
     ) -> None:
         memory = self._free_slot(seq, nbytes)
-        transfers: list[Transfer] = []
+        transfers: list[TransferHandle] = []
         self._posted[seq] = memory, transfers
         for number, part in enumerate(place(memory)):
             transfers.append(self._start(seq, part, lane, _tag(seq, number)))
 
 
 def _tag(seq: int, part: int = 0) -> int:
-    """Of a message; the same again only when the first one was long received."""
+    """Return the tag of a message; it repeats only when the earlier message was received long ago."""
     return (seq * _PARTS + part) % _TAGS
 
 
@@ -310,3 +378,6 @@ def _is_broadcast(lane: Sequence[int], members: int) -> bool:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+prepare_decoding(_GroupOffer)

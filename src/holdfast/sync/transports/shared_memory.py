@@ -1,11 +1,11 @@
-"""Weights between processes of one host, through memory that both have mapped.
+"""Transfer weights between processes of one host, through memory that both have mapped.
 
-A publisher rank packs into two slots of a sealed memfd; each member of its sessions maps them, to read only, and takes
-what it wants straight from there. Nothing is sent but words. The memory is handed over by descriptor, on a datagram
-socket that each receiver has; where that fails, by its path in ``/proc``.
+A publisher rank packs into two slots of a sealed memfd; each member of its sessions maps them read-only, and copies
+what it wants from there. Only messages are sent. The memory is passed as a descriptor, over a datagram socket of each
+receiver; if that fails, by its path in ``/proc``.
 
-Guarantees: who was given up keeps the memory it has mapped, and nobody writes there any more: the next members get
-other memory. Nothing is left behind in any file system.
+Guarantees: a member that was given up keeps its mapping, which nobody writes to any more: the next members get other
+memory. Nothing is left in any file system.
 Assumes Linux, and that publisher and receivers run as the same user.
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import ctypes
 import mmap
 import os
 import secrets
@@ -21,31 +20,32 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-import torch
 
 from holdfast.errors import ConfigError
+from holdfast.format.decoding import prepare_decoding
+from holdfast.format.manifest import PAGE_BYTES
 from holdfast.plan.write import round_up
-from holdfast.staging.image import PAGE_BYTES, Image
-from holdfast.sync.transports.base import SLOTS
-from holdfast.sync.transports.linked import LinkedTransport
-from holdfast.sync.transports.mapped import MappedSlots
+from holdfast.staging.image import Image, tensor_over
+from holdfast.sync.session.channel import SLOTS
+from holdfast.sync.transports.linked import LinkedTransport, MappedSlots
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from holdfast.sync.deadline import Deadline
-    from holdfast.sync.transports.base import Channels
+    import torch
+
+    from holdfast.coordination.deadline import Deadline
+    from holdfast.sync.session.channel import Channels
 
 _COOKIE_BYTES = 16
 
 
 class SharedMemoryTransport(LinkedTransport):
-    """Versions through shared memory, within one host.
+    """Transfers versions through shared memory, within one host.
 
     Args:
-        rendezvous: where both sides find one another: a directory, ``"tcp://host:port"``, or a torch Store.
-        process_group: the publisher ranks; the default group where there is one. Receivers need none.
+        rendezvous: where both sides find each other: a directory, ``"tcp://host:port"``, or a torch Store.
+        process_group: the publisher ranks; None for the default group if there is one. Receivers need none.
         peer_timeout_s: seconds of silence after which a peer is given up.
     """
 
@@ -111,7 +111,7 @@ class SendSlots:
         self._addresses = addresses
         self._slot_bytes = round_up(bucket_bytes, PAGE_BYTES)
         self._bucket_bytes = bucket_bytes
-        # Not warmed up: small models never touch most of it, and others do so once.
+        # Not warmed up: small models never touch most of it, and others fault it in once.
         self._image = Image(SLOTS * self._slot_bytes)
 
     def offer(self, member: int) -> bytes:
@@ -151,23 +151,11 @@ class ReceiveSlots(MappedSlots):
                 "of Holdfast on both sides",
                 field="transport",
             )
-        super().__init__(_tensor_of(mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)), slot_bytes)
-
-
-def _tensor_of(mapped: mmap.mmap) -> torch.Tensor:
-    """The bytes of a read-only mapping, which nobody may write to; it keeps the mapping.
-
-    torch warns of memory that can't be written to, and to silence that for a moment would be of every thread. So it
-    gets the address.
-    """
-    seen = np.frombuffer(mapped, dtype=np.uint8)
-    at_address = (ctypes.c_uint8 * len(mapped)).from_address(seen.ctypes.data)
-    at_address.owner = seen  # type: ignore[attr-defined]
-    return torch.frombuffer(at_address, dtype=torch.uint8)
+        super().__init__(tensor_over(mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)), slot_bytes)
 
 
 class _Mailbox:
-    """Where publisher ranks hand over descriptors, each with a cookie that is told on the link too."""
+    """Socket on which publisher ranks pass descriptors, each with a cookie that is also sent on the link."""
 
     def __init__(self) -> None:
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -177,7 +165,7 @@ class _Mailbox:
         self._fds: dict[bytes, int] = {}
 
     def take(self, cookie: bytes) -> int | None:
-        """The descriptor that came with ``cookie``; its taker closes it."""
+        """Return the descriptor that came with ``cookie``; the caller closes it."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 data, fds, _, _ = socket.recv_fds(self._sock, _COOKIE_BYTES, 1)
@@ -196,3 +184,6 @@ class _Mailbox:
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()
+
+
+prepare_decoding(_Offer)

@@ -1,0 +1,199 @@
+"""The interface between `Publisher` / `Receiver`, which users have, and transports. Types only.
+
+    Publisher --publishing(options)--> Publishing     sends, or saves, versions; one for the life of a publisher
+    Receiver  --receiving()----------> Receiving      brings a version to a destination; one for the life of a receiver
+                                          |
+                                          +--> Destination    the user's module, dict or function, for one receive
+
+Transports that send buckets over links share one implementation of both halves, above their channels
+(``session/channel.py``). Others, such as a directory of versions, have halves of their own. Publisher and Receiver know
+only this interface.
+
+Checks: `Publisher` and `Receiver` check arguments (types, ranges, names, the version against the publisher's last one)
+before they call a half; a half raises what only it can know. `Receiver` owns ``version``, taken from
+`Destination.commit`, and ``dirty``, taken from `Destination.dirty`, both also during a receive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+
+    from holdfast.coordination.deadline import Deadline
+    from holdfast.saver.capture import SharedCaptures
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublisherOptions:
+    """The options of a `Publisher`, documented there."""
+
+    bucket_bytes: int = 256 * 2**20
+    bypass_cpu: bool = True
+    keep_versions: int = 2
+    atomic_fleet: bool = False
+    receivers: int = 1
+    delta: bool = False
+    full_every: int = 16
+    captures: SharedCaptures | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The result of one `publish`.
+
+    receivers: how many have committed the version. lost: how many were given up meanwhile. Both are 0 if versions are
+    kept for later requests. bytes_sent: by this rank. seconds: duration of the call.
+    """
+
+    version: int
+    receivers: int
+    lost: int
+    bytes_sent: int
+    seconds: float
+
+
+class TensorInfo(NamedTuple):
+    """A published tensor: global shape, and dtype by name (``"bfloat16"``)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    same_as: str = ""
+    """Another name under which the same values are published; empty if unknown."""
+
+
+class Publishing(Protocol):
+    """A transport's half on one publisher rank. All ranks call every method alike, on one thread at a time."""
+
+    def publish(self, weights: Callable[[], Mapping[str, torch.Tensor]], version: int, deadline: Deadline) -> Published:
+        """Send, stage or save ``weights`` as ``version``; the same outcome on every rank.
+
+        weights: called once; an error on this rank is told to the others. version: greater than that of any earlier
+        `publish`; a half that finds an equal or newer published one raises `ConfigError` before anything is sent.
+
+        Raises `DeadlineExceeded`, and what a transport documents.
+        """
+        ...
+
+    def pin(self, version: int) -> None:
+        """Keep ``version`` until it is unpinned. Raises `CheckpointNotFound` if it isn't kept."""
+        ...
+
+    def unpin(self, version: int) -> None:
+        """Make ``version`` evictable again, if it was pinned."""
+        ...
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The versions that a receiver can request, ascending."""
+        ...
+
+    def close(self) -> None:
+        """Release everything; idempotent. Published versions that outlive the process remain."""
+        ...
+
+
+class Destination(Protocol):
+    """The destination of one version: made for each receive from the user's module, mapping or function.
+
+    Call order: `select`, `memory`, `complete` for each name as it becomes complete, and `commit`; or `abandon` at any
+    point, after a failure. By default bytes go to a shadow, and `commit` copies them to the live tensors; with
+    ``streaming``, `memory` returns the live tensors themselves. For a function, both are whole tensors made for it; it
+    is called by `commit`, or with ``streaming`` by `complete`.
+    """
+
+    @property
+    def into(self) -> Any:
+        """The user's ``nn.Module``, mapping of tensors, or function."""
+        ...
+
+    @property
+    def streaming(self) -> bool:
+        """True if bytes go straight into the live tensors."""
+        ...
+
+    @property
+    def dirty(self) -> bool:
+        """True while live tensors may hold part of a version: one in progress, or one that failed half way."""
+        ...
+
+    def select(self, published: Mapping[str, TensorInfo]) -> tuple[str, ...]:
+        """Return the wanted names among the published ones; changes nothing.
+
+        The bytes of each are written once: a tied parameter is wanted under one of its names, and under others only if
+        these may have other values. Raises `StateMismatch` naming what is missing, unexpected, or of another shape or
+        dtype.
+        """
+        ...
+
+    def memory(self, name: str) -> torch.Tensor:
+        """Return the tensor (a DTensor if the live one is) to write ``name`` into; undefined content except for `base`.
+
+        With ``streaming`` the destination is dirty from here on. For a function it is made on request.
+        """
+        ...
+
+    @property
+    def base(self) -> int | None:
+        """Return the version that `memory` of all names holds completely, from the last publisher; or None.
+
+        For writers that send only what differs from it; call it after `memory`.
+        """
+        ...
+
+    def forget(self) -> None:
+        """Forget the base: the publisher is another one than before."""
+        ...
+
+    def complete(self, name: str) -> None:
+        """Note that all bytes of ``name`` for this process are in `memory` and verified.
+
+        Raises `StateMismatch` if they differ from those of another name of the same live tensor.
+        """
+        ...
+
+    def commit(self, version: int) -> None:
+        """Make the complete ``version`` the live one; dirty meanwhile, and not afterwards."""
+        ...
+
+    def abandon(self) -> None:
+        """End the receive without a commit. Never raises; leaves `dirty` as it is."""
+        ...
+
+
+class Receiving(Protocol):
+    """A transport's half on one receiver. Called from one thread at a time."""
+
+    def receive(self, destination: Destination, version: int | None, newer_than: int | None, deadline: Deadline) -> int:
+        """Bring one version to ``destination``, commit it there, and return its number.
+
+        version: exactly this one, which may be older. None: the newest that is newer than ``newer_than`` (None: any).
+        Waits for a version that is yet to come. Raises `CheckpointNotFound` for one that was evicted or is older than
+        all kept ones, `StateMismatch`, `CheckpointCorrupt`, `DeadlineExceeded`; the destination is then abandoned, and
+        without ``streaming`` unchanged.
+        """
+        ...
+
+    def leave(self) -> None:
+        """Make a waiting `receive` on another thread end with `ConfigError`. Doesn't wait for that; any thread."""
+        ...
+
+    def close(self) -> None:
+        """Release everything; idempotent."""
+        ...
+
+
+class Transport(Protocol):
+    """How versions are transferred; passed to `Publisher` and `Receiver`."""
+
+    def publishing(self, options: PublisherOptions) -> Publishing:
+        """Return the half of this publisher rank. Called once by `Publisher`, on every rank. Raises `ConfigError`."""
+        ...
+
+    def receiving(self) -> Receiving:
+        """Return the half of this receiver. Called once by `Receiver`. Raises `ConfigError`."""
+        ...

@@ -1,0 +1,177 @@
+"""Implement receiving for transports over links: ask for a version, take part in sessions, commit or not.
+
+    meet -> Ask -> (Begin -> take -> (Ready -> Commit ->) commit -> Committed) | Abort, and again | an error
+
+Guarantees: only a version of which every byte was verified is committed, in a session that rank 0 has not aborted as
+far as is known here. If a fleet commits together, a receiver that can't learn the decision looks into the rendezvous,
+and settles there that nobody commits if nothing is decided.
+Does not: move bytes (``session.fetcher``), or touch the user's tensors (``weights.apply``).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+from holdfast.coordination.deadline import Deadline
+from holdfast.coordination.failure import RankFailure
+from holdfast.errors import DeadlineExceeded, HoldfastError, OutcomeUnknown, PeerLost
+from holdfast.sync.session import messages
+from holdfast.sync.session.connection import Connection, SessionAborted, meet
+from holdfast.sync.session.fetcher import VersionFetcher
+from holdfast.sync.session.futures import CloseSignal
+from holdfast.sync.session.rendezvous import ABORT, COMMIT, Rendezvous, RendezvousClient, decision_key, open_rendezvous
+
+if TYPE_CHECKING:
+    from holdfast.sync.protocol import Destination
+    from holdfast.sync.session.channel import Channels
+
+_log = logging.getLogger("holdfast")
+_FIRST_LOOK_S: Final = 2.0
+"""How long a new receiver looks for a publisher that may not exist yet."""
+_SETTLE_S_MIN: Final = 2.0
+"""Minimum seconds to learn a decision after the receive timeout."""
+
+
+class LinkedReceiving:
+    """See the module; implements `Receiving`."""
+
+    def __init__(self, channels: Channels, *, rendezvous: Any, peer_timeout_s: float) -> None:
+        self._channels = channels
+        self._peer_timeout_s = peer_timeout_s
+        self._rendezvous: Rendezvous = open_rendezvous(rendezvous, hosting=False)
+        self._asks = 0
+        self._own_of = ""
+        self._leaving = CloseSignal()
+        self._asking = RendezvousClient(self._rendezvous, self._leaving)
+        self._taker: VersionFetcher | None = None
+        # Connect early: a publisher waits for receivers that are connected when it is about to send.
+        self._connection = meet(
+            self._asking,
+            channels,
+            Deadline.after(_FIRST_LOOK_S),
+            self._leaving,
+            peer_timeout_s=peer_timeout_s,
+            once=True,
+        )
+
+    def receive(self, destination: Destination, version: int | None, newer_than: int | None, deadline: Deadline) -> int:
+        connection = self._connected(deadline)
+        if self._taker is None or self._taker.connection is not connection:
+            self._drop_taker()
+            self._taker = VersionFetcher(connection, self._channels)
+        self._asks += 1
+        ask = messages.Ask(self._asks, version, newer_than, self._own_of)
+        connection.send(0, ask)
+        try:
+            received = self._receive(connection, self._taker, destination, ask, deadline)
+        except BaseException as error:
+            self._taker.drop_channels()
+            connection.end()
+            if connection.links[0].ended is None:
+                connection.send(0, messages.Failed(ask.number, _reason(error, connection.name)))
+            destination.abandon()
+            raise
+        connection.end()
+        self._own_of = connection.incarnation
+        return received
+
+    def leave(self) -> None:
+        self._leaving.say()
+        connection = self._connection
+        if connection is not None:
+            connection.hub.wake()
+
+    def close(self) -> None:
+        self._drop_taker()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+        self._channels.close()
+        self._rendezvous.close()
+
+    def _connected(self, deadline: Deadline) -> Connection:
+        connection = self._connection
+        if connection is not None and connection.stands:
+            return connection
+        if connection is not None:
+            connection.close()
+            self._connection = None
+        connection = meet(self._asking, self._channels, deadline, self._leaving, peer_timeout_s=self._peer_timeout_s)
+        assert connection is not None
+        self._connection = connection
+        return connection
+
+    def _drop_taker(self) -> None:
+        taker, self._taker = self._taker, None
+        if taker is not None:
+            taker.drop_channels()
+
+    def _receive(
+        self,
+        connection: Connection,
+        taker: VersionFetcher,
+        destination: Destination,
+        ask: messages.Ask,
+        deadline: Deadline,
+    ) -> int:
+        while True:
+            begin = self._begun(connection, ask, deadline)
+            try:
+                connection.begin(begin.session, begin.version)
+                taker.take(begin, destination, deadline, own=self._own_of == connection.incarnation)
+                if begin.atomic:
+                    self._wait_decision(connection, begin, deadline)
+            except SessionAborted as aborted:
+                taker.drop_channels()
+                connection.end()
+                if not aborted.again:
+                    raise aborted.reason.cause() from None
+                connection.send(0, messages.Aborted(begin.session))
+                _log.info("version %d is begun again: %s", begin.version, aborted.reason.message)
+                continue
+            connection.phase = "commit"
+            destination.commit(begin.version)
+            connection.send_all(messages.Committed(begin.session))
+            return begin.version
+
+    def _begun(self, connection: Connection, ask: messages.Ask, deadline: Deadline) -> messages.Begin:
+        """Return the session that answers ``ask``. Raises the reason of a refusal."""
+        asked = "a version" if ask.version is None else f"version {ask.version}"
+        what = f"{asked}{'' if ask.newer_than is None or ask.version is not None else f' newer than {ask.newer_than}'}"
+        while True:
+            said = connection.next(0, (messages.Begin, messages.Refused), deadline, what=what)
+            if isinstance(said, messages.Refused):
+                if said.number == ask.number:
+                    raise said.reason.cause()
+            elif isinstance(said, messages.Begin) and said.ask == ask.number:
+                return said
+
+    def _wait_decision(self, connection: Connection, begin: messages.Begin, deadline: Deadline) -> None:
+        """Wait for the decision that all commit; raises otherwise."""
+        connection.phase = "ready"
+        connection.send(0, messages.Ready(begin.session))
+        try:
+            connection.next(0, messages.Commit, deadline, what="the decision", only_rank=True)
+            return
+        except (PeerLost, DeadlineExceeded) as error:
+            doubt = error
+        key = decision_key(connection.incarnation, begin.session)
+        try:
+            found = self._asking.settle(key, ABORT, max(deadline.left_s(), _SETTLE_S_MIN))
+        except HoldfastError as error:
+            raise OutcomeUnknown(
+                f"this receiver can't find out if the fleet commits version {begin.version}: {doubt}; "
+                f"the rendezvous can't be read either ({error}). It keeps its current version",
+                attempt=key,
+                step=begin.version,
+            ) from doubt
+        if found != COMMIT:
+            raise doubt
+
+
+def _reason(error: BaseException, receiver: str) -> RankFailure:
+    """Return the failure to report to publisher and fleet; an error of the user's function names no location."""
+    if not isinstance(error, HoldfastError):
+        error = HoldfastError(f"receiver {receiver} failed: {type(error).__name__}: {error}")
+    return RankFailure.of(error, rank=0)

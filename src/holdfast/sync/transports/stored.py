@@ -1,0 +1,601 @@
+"""Versions in a directory: receiving and publishing; the parts shared with object stores. One rank's half.
+
+    all ranks   agree that this version may be published -> save it -> agree on the outcome
+    a subclass  knows the place: locks it, lists it, saves to it
+    rank 0      for a directory: holds the root's lock, and deletes versions beyond ``keep_versions``
+
+A version is a directory named by ``name_template`` that Holdfast has published or stock DCP has finished, so it is
+complete. The newest is the newest of the current run, as for `CheckpointManager`: versions left behind when the run
+went back to an older step don't count.
+
+Guarantees: every rank gets the same outcome. Plan and warm file images are kept between versions; after a failure they
+are dropped with the session, since ranks may be at different points of it. Published versions are never changed;
+retention keeps the newest version, pinned ones, and those being received. A receiver verifies every byte that has a
+checksum before it commits the version, and only reads the root.
+Assumes: the weights are not changed while `publish` runs. Receivers poll: a new version is noticed up to
+``LAST_LOOK_S`` late.
+Does not: wait for receivers, or know of any; convert dtypes; limit the time of file system calls. Keeps in memory the
+file images of one version, and references to the tensors of the last one, until the next or `close`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import torch.distributed as dist
+from torch import nn
+
+from holdfast import events
+from holdfast.catalog.catalog import Catalog, oldest_first
+from holdfast.catalog.retention import Keep
+from holdfast.catalog.root import foreign_steps, published
+from holdfast.config import CheckpointConfig
+from holdfast.coordination.board import BoardLost
+from holdfast.coordination.deadline import Deadline
+from holdfast.errors import (
+    CheckpointCorrupt,
+    CheckpointNotFound,
+    ConfigError,
+    DeadlineExceeded,
+    HoldfastError,
+    StateMismatch,
+)
+from holdfast.loader.loader import fill_tensors
+from holdfast.loader.sources.hf_match import fit
+from holdfast.loader.sources.holdfast import HoldfastSource
+from holdfast.loader.sources.huggingface import HFSource
+from holdfast.loader.sources.open import open_source
+from holdfast.saver.checkpointer import SaveRequest
+from holdfast.saver.session import Session
+from holdfast.saver.startup import settle_root
+from holdfast.staging.optimizer_hook import before_any_load
+from holdfast.state.entries import Collected, TensorEntry, check_tensor, joined, same_objects
+from holdfast.state.load_plan import TensorDestination
+from holdfast.state.structure import LayoutTable
+from holdfast.state.tree import StateTree
+from holdfast.storage.entries import is_occupied
+from holdfast.storage.local import open_storage
+from holdfast.sync.protocol import Published, TensorInfo
+from holdfast.sync.session.futures import CloseSignal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    import torch
+
+    from holdfast.coordination.group import Group
+    from holdfast.loader.sources.holdfast import CheckpointSource
+    from holdfast.storage.protocol import Storage, StorageLock
+    from holdfast.sync.protocol import Destination, PublisherOptions
+
+
+FIRST_LOOK_S: Final = 0.005
+LAST_LOOK_S: Final = 0.5
+"""Longest pause between two polls of the directory; pauses double up to it."""
+BATCH_BYTES: Final = 64 << 20
+"""Bytes read at a time while streaming, unless one tensor is larger: the memory for whole tensors for a function."""
+_MODEL: Final = "model"
+"""Our own key for the module that a Hugging Face directory is fitted to."""
+
+
+class DirectoryReceiving:
+    """The receiving half of a directory; subclasses for similar places override the methods below "Locating"."""
+
+    first_look_s = FIRST_LOOK_S
+
+    def __init__(self, storage: Storage, name_template: str, prefix: str | None, key_map: Any) -> None:
+        self._storage = storage
+        self._template = name_template
+        self._prefix = prefix
+        self._key_map = key_map
+        self._leaving = CloseSignal()
+
+    def receive(self, destination: Destination, version: int | None, newer_than: int | None, deadline: Deadline) -> int:
+        """Receive as `Receiving.receive`; reads the directory once even if no time is left."""
+        try:
+            while True:
+                step, name = self._wait_for(version, newer_than, deadline)
+                try:
+                    self._take(destination, step, name)
+                    break
+                except CheckpointNotFound:
+                    # Deleted between listing and lease: now a newer one is there, unless it was requested by number.
+                    if version is not None:
+                        raise
+                    newer_than = step
+                    destination.abandon()
+            destination.commit(step)
+        except BaseException:
+            destination.abandon()
+            raise
+        events.emit("version.received", step=step, path=self._storage.path(name))
+        return step
+
+    def leave(self) -> None:
+        self._leaving.say()
+
+    def close(self) -> None:
+        """Do nothing: no resources are held between calls."""
+
+    # Choosing. ---------------------------------------------------------------------------------------------------
+
+    def _wait_for(self, version: int | None, newer_than: int | None, deadline: Deadline) -> tuple[int, str]:
+        pause_s = self.first_look_s
+        while True:
+            found = self._newest(newer_than) if version is None else self._exactly(version)
+            if found is not None:
+                return found
+            if deadline.passed():
+                which = f"version {version}" if version is not None else "a version"
+                newer = "" if version is not None or newer_than is None else f" newer than {newer_than}"
+                have = ", ".join(str(step) for step, _ in self._rows()[-8:]) or "none"
+                raise deadline.exceeded(
+                    f"{which}{newer} under {self._storage.root}",
+                    f"published there now as {self._template}: {have}{self._unfinished()}. See whether the publisher "
+                    "lives and writes there, or allow more time",
+                )
+            self._leaving.sleep(min(pause_s, max(deadline.left_s(), 0.001)))
+            pause_s = min(2 * pause_s, LAST_LOOK_S)
+
+    def _newest(self, newer_than: int | None) -> tuple[int, str] | None:
+        rows = self._rows(newer_than)
+        # Includes unreadable ones: reading them must raise.
+        found = oldest_first(self._storage, rows, kind=None) if rows else []
+        return (found[-1].step, found[-1].name) if found else None
+
+    def _exactly(self, version: int) -> tuple[int, str] | None:
+        """Return version ``version``, None while it may still come; `CheckpointNotFound` once it can't."""
+        name = self._name_of(version)
+        if name is not None:
+            return version, name
+        # A run that went back may still publish it: only versions of its own history are newer.
+        newest = self._newest(None) if self._rows(version) else None
+        if newest is not None and newest[0] > version:
+            have = ", ".join(str(step) for step, _ in self._rows())
+            raise CheckpointNotFound(
+                f"version {version} is not kept under {self._storage.root} (any more): newer ones are published; "
+                f"there are {have}. Use one of these, or let the publisher pin versions that must stay",
+                path=self._storage.root,
+                step=version,
+            )
+        return None
+
+    # Locating. ---------------------------------------------------------------------------------------------------
+
+    def _rows(self, above: int | None = None) -> list[tuple[int, str]]:
+        """Return (version, name) of all complete versions, by version; only those greater than ``above``."""
+        rows = sorted(published(self._storage, self._template) + foreign_steps(self._storage, self._template))
+        return [row for row in rows if above is None or row[0] > above]
+
+    def _name_of(self, version: int) -> str | None:
+        """Return the version's name if it is there and complete."""
+        return dict(self._rows()).get(version)
+
+    def _unfinished(self) -> str:
+        """Describe unfinished entries that might be waited for, for a message."""
+        return ""
+
+    def _held(self, name: str) -> AbstractContextManager[None]:
+        """Return a context that protects it from deletion; `CheckpointNotFound` if it was deleted."""
+        return self._storage.being_read(name)
+
+    def _open(self, name: str) -> CheckpointSource:
+        return open_source(self._storage.path(name))
+
+    # Reading. ----------------------------------------------------------------------------------------------------
+
+    def _take(self, destination: Destination, version: int, name: str) -> None:
+        """Read the version in ``name`` into the destination's memory, all verified."""
+        before_any_load()
+        with self._held(name):
+            source = self._opened(name, version)
+            if isinstance(source, HFSource) and isinstance(destination.into, nn.Module):
+                tree = StateTree({_MODEL: destination.into}, rank=0, world=1)
+                source = fit(source, tree.holders(), key_map=self._key_map)
+                prefix: str | None = _MODEL
+            else:
+                prefix = None if isinstance(source, HFSource) else self._prefix
+            stored = _below(source, prefix)
+            names = self._selected(destination, source, stored)
+            layouts, rank = LayoutTable(), dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+            for batch in _batches(names, source, stored, bounded=destination.streaming):
+                entries = [TensorDestination(stored[key], destination.memory(key)) for key in batch]
+                # Several receivers of a host read the same bytes: they share its page cache.
+                fill_tensors(entries, source, layouts, rank, among_ranks=True, verify=True)
+                for key in batch:
+                    destination.complete(key)
+
+    def _opened(self, name: str, version: int) -> CheckpointSource:
+        source, directory = self._open(name), self._storage.path(name)
+        if isinstance(source, HoldfastSource | HFSource):
+            source.raise_for_listing(verify=True)
+        if source.step not in (None, version):
+            raise CheckpointCorrupt(
+                f"{directory} holds step {source.step}, not {version}: it was copied or renamed after "
+                "it was published; move it away, or restore its name",
+                path=directory,
+            )
+        if self._key_map is not None and not isinstance(source, HFSource):
+            raise ConfigError(
+                f"key_map says how Hugging Face exports name tensors, but {directory} is a checkpoint: leave it out",
+                field="key_map",
+            )
+        return source
+
+    def _selected(self, destination: Destination, source: CheckpointSource, stored: dict[str, str]) -> tuple[str, ...]:
+        try:
+            return destination.select(_infos(source, stored))
+        except StateMismatch as error:
+            hint = _hint(source, self._prefix, error)
+            raise StateMismatch(
+                f"{source.directory}: {error}{hint}",
+                missing=error.missing,
+                unexpected=error.unexpected,
+                mismatched=error.mismatched,
+            ) from error
+
+
+def _below(source: CheckpointSource, prefix: str | None) -> dict[str, str]:
+    """Return what is stored below ``prefix``, by its name there."""
+    if prefix is None:
+        return {name: name for name in source.tensors}
+    above = prefix + "."
+    return {name[len(above) :]: name for name in source.tensors if name.startswith(above)}
+
+
+def _infos(source: CheckpointSource, stored: dict[str, str]) -> dict[str, TensorInfo]:
+    """Describe the stored tensors by name, with ``same_as`` where checksums are equal."""
+    found: dict[str, TensorInfo] = {}
+    first: dict[object, str] = {}
+    for name, at in stored.items():
+        tensor = source.tensors[at]
+        key = source.sums[at] if isinstance(source, HoldfastSource) else name
+        same = first.setdefault((tensor.shape, tensor.dtype, key), name)
+        found[name] = TensorInfo(tensor.shape, tensor.dtype, "" if same == name else same)
+    return found
+
+
+def _hint(source: CheckpointSource, prefix: str | None, error: StateMismatch) -> str:
+    if isinstance(source, HFSource):
+        return f" {source.hint}" if source.hint else ""
+    tops = sorted({name.split(".", 1)[0] for name in source.tensors})
+    if prefix is not None:
+        return "" if prefix in tops else f" Nothing there is below {prefix!r}; top-level keys: {', '.join(tops[:8])}"
+    under = [top for top in tops if error.missing and f"{top}.{error.missing[0]}" in source.tensors]
+    return f" The weights are below {under[0]!r} there: give the transport prefix={under[0]!r}" if under else ""
+
+
+def _batches(
+    names: Sequence[str], source: CheckpointSource, stored: dict[str, str], *, bounded: bool
+) -> Iterator[list[str]]:
+    """Yield ``names``, all together or in groups of at most `BATCH_BYTES` or one tensor."""
+    if not bounded:
+        yield list(names)
+        return
+    batch: list[str] = []
+    nbytes = 0
+    for name in names:
+        tensor = source.tensors[stored[name]]
+        size = tensor.itemsize
+        for length in tensor.shape:
+            size *= length
+        if batch and nbytes + size > BATCH_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(name)
+        nbytes += size
+    yield batch
+
+
+_log = logging.getLogger("holdfast")
+
+START_S: Final = 300.0
+"""How long a new publisher waits for its other ranks and for work in progress of an earlier one."""
+VERDICT_GRACE_S: Final = 10.0
+"""How much longer than its deadline a publish waits for the other ranks to report the outcome."""
+
+
+class Weights:
+    """The weights as a save collects them: by reference, since nobody changes them before it has ended."""
+
+    def __init__(self, prefix: str | None, group: Group) -> None:
+        self._above = () if prefix is None else (prefix,)
+        self._group = group
+        self._keys: list[str] = []
+        self._tensors: list[torch.Tensor] = []
+        self._collected = self._of((), number=0)
+
+    def take(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Set the weights. Raises `ConfigError` for what can't be stored."""
+        keys, tensors = list(weights), list(weights.values())
+        if keys == self._keys and same_objects(tensors, self._tensors):
+            return
+        entries = []
+        for key, tensor in weights.items():
+            path = (*self._above, key)
+            name = joined(path)
+            check_tensor(name, tensor)
+            entries.append(TensorEntry(name, path, tensor, lazy=True))
+        self._collected = self._of(tuple(entries), number=self._collected.fingerprint + 1)
+        self._keys, self._tensors = keys, tensors
+
+    def _of(self, entries: tuple[TensorEntry, ...], *, number: int) -> Collected:
+        return Collected(
+            entries,
+            objects=(),
+            unchanged=False,
+            fingerprint=number,
+            group_ranks=self._group.ranks,
+            rank=self._group.rank,
+        )
+
+    def collect(self, *, look_closer: bool = True, asked: Any = None) -> Collected:
+        del look_closer, asked  # done by the snapshot taker if nothing else has changed
+        return self._collected
+
+    def module_tensors(self) -> frozenset[str]:
+        return frozenset()
+
+    def update_targets(self, collected: Collected) -> frozenset[int]:
+        return frozenset(id(entry.tensor) for entry in collected.tensors)
+
+
+class SavingSession(Session):
+    """The session that saves run in; a new one is opened after a failure."""
+
+    weights: Weights
+
+
+class VersionPublishing:
+    """One publisher rank; implementations of `Publishing` derive from it, and call `_begin` once they are set up.
+
+    There all ranks wait for one another, at most ``START_S``.
+    """
+
+    def __init__(
+        self, storage: Storage, keeper: Catalog, name_template: str, prefix: str | None, process_group: Any | None
+    ) -> None:
+        self._saves_to = storage
+        self._template = name_template
+        self._prefix = prefix
+        self._process_group = process_group
+        self._keeper = keeper
+        self._session: SavingSession | None = None
+        self._closed = False
+
+    # Defined by subclasses. --------------------------------------------------------------------------------------
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Published versions, ascending, as this rank sees them."""
+        raise NotImplementedError
+
+    def _take_hold(self, deadline: Deadline) -> list[str]:
+        """On rank 0, before a session: prepare the place; return trash for the saver to remove."""
+        raise NotImplementedError
+
+    def _let_go(self) -> None:
+        """Release the place: this rank publishes no more."""
+        raise NotImplementedError
+
+    def _check_free(self, version: int, name: str, deadline: Deadline) -> None:
+        """On rank 0: `ConfigError` if ``version`` can't be published as ``name``."""
+        raise NotImplementedError
+
+    def _save(self, session: SavingSession, version: int, name: str, deadline: Deadline) -> int:
+        """Save ``session.weights``; return the bytes that this rank wrote. Any error fails the save on all ranks."""
+        raise NotImplementedError
+
+    def _look_again(self) -> None:
+        """Prepare for reading the place outside `publish`."""
+
+    def _conclude(self, session: SavingSession, error: BaseException | None, name: str, deadline: Deadline) -> None:
+        """Return if all ranks have saved; else raise the same on every rank."""
+        del name
+        session.votes.raise_together(error, timeout_s=deadline.left_s() + VERDICT_GRACE_S)
+
+    # Common. -----------------------------------------------------------------------------------------------------
+
+    def publish(self, weights: Callable[[], Mapping[str, torch.Tensor]], version: int, deadline: Deadline) -> Published:
+        """Save ``weights`` as ``version``; returns when it is published and durable.
+
+        Raises `ConfigError`, before anything is written, if an equal or newer version exists; `SaveFailed`,
+        `StorageError`, `OutcomeUnknown`. After `DeadlineExceeded` the version is given up, but may just have been
+        published: see `versions`.
+        """
+        began = time.monotonic()
+        self._check_open()
+        session = self._session or self._begin(deadline)
+        name = self._template.format(step=version)
+        error: BaseException | None = None
+        tensors: Mapping[str, torch.Tensor] = {}
+        try:
+            tensors = weights()
+            session.weights.take(tensors)
+            if session.group.rank == 0:
+                self._check_free(version, name, deadline)
+        except Exception as failed:  # noqa: BLE001 - raised by `settle`, once the other ranks know
+            error = failed
+        self._settle(session, error, name, deadline, empty=not tensors)
+        nbytes = 0
+        try:
+            nbytes = self._save(session, version, name, deadline)
+        except Exception as failed:  # noqa: BLE001 - raised by `_conclude`, once the other ranks know
+            error = failed
+        try:
+            self._conclude(session, error, name, deadline)
+        except BaseException:
+            self._drop()
+            raise
+        seconds = time.monotonic() - began
+        events.emit("version.published", step=version, rank=session.group.rank, path=self._saves_to.path(name))
+        return Published(version, 0, 0, nbytes, seconds)
+
+    def pin(self, version: int) -> None:
+        """Keep ``version``, also for later publishers; durable when this returns on rank 0."""
+        self._set_pin(version, pinned=True)
+
+    def unpin(self, version: int) -> None:
+        """Let retention delete ``version`` again, after the next publish."""
+        self._set_pin(version, pinned=False)
+
+    def _set_pin(self, version: int, *, pinned: bool) -> None:
+        self._check_open()
+        self._look_again()
+        root = self._saves_to.root
+        if self._session is None or self._session.group.rank == 0:
+            self._keeper.set_pin(version, pinned=pinned)
+        elif pinned and version not in self.versions:
+            raise CheckpointNotFound(f"version {version} is not published under {root}", path=root, step=version)
+
+    def close(self) -> None:
+        """End the session and release the place; idempotent. Versions remain."""
+        if self._closed:
+            return
+        self._closed = True
+        session, self._session = self._session, None
+        try:
+            if session is not None:
+                session.close(None)
+        finally:
+            self._release(session)
+
+    def _begin(self, deadline: Deadline) -> SavingSession:
+        """Open a session together with all ranks."""
+        patience_s = at_least(deadline.left_s())
+        session = SavingSession(self._process_group, purpose="sync", patience_s=patience_s)
+        session.deadline, session.target = deadline, self._saves_to.path(self._template)
+        try:
+            with session.settling():
+                trash = self._take_hold(deadline) if session.group.rank == 0 else []
+                config = CheckpointConfig(keep=None, in_flight=1)
+                saver = session.start_saver(self._saves_to, config, overlaps=False)
+                for name in trash:
+                    saver.remove(name)
+        except BaseException:
+            try:
+                session.close(0.0)
+            finally:
+                self._release(session)
+            raise
+        session.weights = Weights(self._prefix, session.group)
+        self._session = session
+        return session
+
+    def _settle(
+        self, session: SavingSession, error: BaseException | None, name: str, deadline: Deadline, *, empty: bool
+    ) -> None:
+        """Raise unless all ranks can publish, and the same version; after a refusal nothing has changed."""
+        target, timeout_s = self._saves_to.path(name), at_least(deadline.left_s())
+        try:
+            # One rank may have none of the weights; detect here that all have none.
+            nothing = session.votes.raise_together(
+                error, unexpected=("weights",) if empty else (), target=target, timeout_s=timeout_s
+            )
+        except (DeadlineExceeded, BoardLost):
+            self._drop()
+            raise
+        if nothing:
+            raise ConfigError("weights is empty: there is nothing to publish", field="weights")
+
+    def _refuse_old(self, version: int, versions: Sequence[int]) -> None:
+        newest = max(versions, default=None)
+        if newest is not None and version <= newest:
+            raise ConfigError(
+                f"version {version} is not newer than {newest}, which is published under {self._saves_to.root}: "
+                f"go on from {newest + 1}, or publish to another directory",
+                field="version",
+            )
+
+    def _drop(self) -> None:
+        """Abandon the session: ranks may be at different points of it. The next publish opens another."""
+        session, self._session = self._session, None
+        if session is None:
+            return
+        with contextlib.suppress(HoldfastError):
+            session.close(0.001)
+        if not session.has_ended:
+            _log.warning("a save under %s doesn't end; the next publish begins beside it", self._saves_to.root)
+
+    def _release(self, session: SavingSession | None) -> None:
+        if session is None or session.has_ended:  # otherwise a thread may still publish: nobody else may write here
+            self._let_go()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("this Publisher is closed; make a new one")
+
+
+def at_least(seconds: float) -> float:
+    """Return ``seconds``, but at least 1 ms: a wait of 0 s would not even check."""
+    return max(0.001, seconds)
+
+
+class DirectoryPublishing(VersionPublishing):
+    """One publisher rank of a directory of versions; see `Publishing`.
+
+    On construction rank 0 locks ``root`` and recovers what a crash left, while all ranks wait, at most ``START_S``.
+    Raises, on every rank, `ConfigError`, `RootLocked` if another publisher or manager writes there, `StorageError`,
+    `DeadlineExceeded`.
+    """
+
+    def __init__(
+        self, root: str, name_template: str, prefix: str | None, process_group: Any | None, options: PublisherOptions
+    ) -> None:
+        self._storage = open_storage(root)
+        keeper = Catalog(self._storage, name_template, Keep(last=options.keep_versions), alike=True)
+        super().__init__(self._storage, keeper, name_template, prefix, process_group)
+        self._lock: StorageLock | None = None
+        self._begin(Deadline.after(START_S))
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Versions published below the root, ascending, as this rank's file system shows them."""
+        return tuple(step for step, _ in published(self._storage, self._template))
+
+    def _take_hold(self, deadline: Deadline) -> list[str]:
+        if self._lock is not None:
+            return []
+        self._storage.make_root()
+        self._lock = self._storage.lock()
+        return settle_root(self._storage, timeout_s=at_least(deadline.left_s()))[1]
+
+    def _let_go(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
+
+    def _check_free(self, version: int, name: str, deadline: Deadline) -> None:
+        del deadline  # file system calls have no time limit here
+        self._refuse_old(version, self.versions)
+        if is_occupied(self._storage, name):
+            raise ConfigError(
+                f"{self._storage.path(name)} blocks version {version}, but is not a version itself; move it away",
+                field="version",
+            )
+
+    def _save(self, session: SavingSession, version: int, name: str, deadline: Deadline) -> int:
+        """Save and wait; return the bytes that this rank wrote."""
+        # Not resumable: these are only weights.
+        request = SaveRequest(version, name, {}, resumable=False, overwrite=False)
+        checkpoint = session.saver.checkpoint(request, published=self._after)
+        session.saver.start(session.weights, [checkpoint], step=version)
+        handle = checkpoint.handle
+        try:
+            handle.result(at_least(deadline.left_s()))
+        except DeadlineExceeded:
+            raise deadline.exceeded(
+                f"publishing version {version} at {handle.path}",
+                f"it was {handle.stage} and is given up: look at the storage and the other ranks, or allow more time",
+            ) from None
+        return handle.stats.bytes
+
+    def _after(self, request: SaveRequest) -> None:
+        """Apply retention before the publish returns: nobody then finds a version that is about to be deleted."""
+        session = self._session
+        if session is not None and session.group.rank == 0:
+            self._keeper.apply_retention(request.step, session.saver.remove)

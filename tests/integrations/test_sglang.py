@@ -1,0 +1,34 @@
+"""`SGLangReceiver` with SGLang's own `Engine` methods and weight updaters, on CPU.
+
+Runs where requirements-rl.txt is installed: `make test-integrations` leaves that out, for its size and time.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from jobs import run_script
+
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("sglang is not installed", allow_module_level=True)
+
+JOB = Path(__file__).with_name("sglang_job.py")
+
+
+@pytest.mark.timeout(300)
+def test_sglang_loads_a_version_in_one_session_and_knows_its_name(tmp_path: Path) -> None:
+    run_script(JOB, tmp_path, timeout_s=240)
+    result = json.loads((tmp_path / "result.json").read_text())
+    success, message = result["without_session"]
+    assert not success
+    assert "begin_weight_update" in message
+    assert result["first"] == [1, "1", True, False], "version, the engine's weight_version, equal, dirty"
+    session = ["begin_weight_update", *["update_weights_from_tensor"] * 3, "end_weight_update"]
+    assert result["calls"] == ["pause retract", *session, "continue"]
+    assert "version 2: the engine refused" in result["failed"]
+    assert result["after_failure"] == [1, True, "1", "end_weight_update"], "dirty, paused, and no session left open"
+    assert result["again"] == [2, "2", True, False], "the version that failed, without naming it"
+    assert result["continued"] == "continue"

@@ -1,0 +1,53 @@
+"""`holdfast.sync.adapters.verl` under verl's own `CheckpointEngineManager` and workers, on ray and CPU.
+
+Runs where requirements-rl.txt is installed: `make test-integrations` leaves that out, for its size and time.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from jobs import run_script
+from verl_ranks import RECEIVED, digest, model_at
+
+for framework in ("ray", "verl"):
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed", allow_module_level=True)
+
+JOB = Path(__file__).with_name("verl_job.py")
+
+
+@pytest.mark.timeout(600)
+def test_verls_manager_moves_versions_to_replicas_that_come_and_go(tmp_path: Path) -> None:
+    place = tmp_path / "meet"
+    place.mkdir()
+    options = {"transport": "shared_memory", "place": str(place), "timeout_s": 60}
+    given = {"options": {**options, "cache": True, "rollout_dtype": "bfloat16"}}
+    run_script(JOB, tmp_path, json.dumps(given), timeout_s=400)
+    result = json.loads((tmp_path / "result.json").read_text())
+
+    expected = {}
+    for step in (1, 2, 3, 4):
+        weights = {name: tensor.to(torch.bfloat16) for name, tensor in model_at(step).state_dict().items()}
+        expected[step] = {name: digest(tensor) for name, tensor in weights.items()}
+        nbytes = sum(tensor.nbytes for tensor in weights.values())
+    for seen, steps in zip(result["seen"], RECEIVED, strict=True):
+        assert [one["global_steps"] for one in seen] == steps
+        assert [one["weights"] for one in seen] == [expected[step] for step in steps]
+        assert {one.get("wire_format", "named_tensors") for one in seen} == {"named_tensors"}
+    assert result["cached"] == [expected[4]] * 2, "the version that was received last"
+    assert result["global_steps"] == [4, 4]
+    if result["verl"] < "0.9":
+        assert result["returned"] == [None] * 4, "verl 0.8 returns no metrics"
+    else:
+        for step, receivers, metrics in zip((1, 2, 3, 4), (2, 2, 1, 2), result["returned"], strict=True):
+            assert metrics["checkpoint_engine/global_steps"] == step
+            assert metrics["checkpoint_engine/receivers"] == receivers
+            assert metrics["checkpoint_engine/lost_receivers"] == 0
+            assert metrics["checkpoint_engine/payload_mbytes"] * 2**20 == nbytes, "all ranks' bytes, once"
+    round_of = ["abort_all_requests", "release_kv_cache", "resume_kv_cache", "resume_generation"]
+    assert result["calls"] == [round_of * 4, round_of * 3]

@@ -1,0 +1,57 @@
+"""`holdfast.sync.adapters.vllm` through vLLM's own factories, worker and models, on CPU.
+
+Runs where requirements-rl.txt is installed: `make test-integrations` leaves that out, for its size and time.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import run_script
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vllm is not installed", allow_module_level=True)
+
+JOB = Path(__file__).with_name("vllm_job.py")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("vllm")
+    run_script(JOB, directory, timeout_s=240)
+    result: dict[str, Any] = json.loads((directory / "result.json").read_text())
+    return result
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["llama", "tied", "qwen3_moe"])
+def test_vllms_trainer_and_worker_move_versions(found: dict[str, Any], kind: str) -> None:
+    result = found[kind]
+    assert isinstance(result, dict), result
+    assert result["trainer"] == "HoldfastTrainerWeightTransferEngine"
+    assert result["engine"] == "HoldfastWeightTransferEngine"
+    assert result["equal"] == [True, True], "as a model that vLLM loads from that checkpoint"
+    assert result["in_place"], "vLLM's captured graphs read the same memory"
+    assert result["versions"][:2] == [str(result["version"] - 1), str(result["version"])]
+    assert result["dirty"] is False
+
+
+@pytest.mark.parametrize("kind", ["llama", "tied", "qwen3_moe"])
+def test_a_load_that_fails_is_told_and_can_be_repeated(found: dict[str, Any], kind: str) -> None:
+    result = found[kind]
+    assert "ZeroDivisionError" in result["failed_load"]
+    assert result["after_failure"] == [True, True, False], "the version of before, dirty, and no update under way"
+    assert result["after_retry"] == [True, False, True], "the version that failed, clean, and equal"
+
+
+@pytest.mark.parametrize("kind", ["llama", "tied", "qwen3_moe"])
+def test_other_shapes_and_draft_models_are_refused_before_anything_changes(found: dict[str, Any], kind: str) -> None:
+    result = found[kind]
+    assert "StateMismatch" in result["other_shape"]
+    assert "(256, 64), was (128, 64)" in result["other_shape"]
+    assert result["after_other_shape"] == [False, True]
+    assert "does not support draft" in result["draft"]

@@ -1,0 +1,23 @@
+"""What both `verl_job.py` and `test_verl.py` know: the weights of each step, and who receives them."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+TRAINERS = 2
+RECEIVED = ([1, 2, 3, 4], [1, 2, 4])
+"""The steps whose weights each rollout worker receives: the second is not there for one of them."""
+
+
+def model_at(step: int) -> torch.nn.Module:
+    """Return the model after ``step``, the same everywhere."""
+    torch.manual_seed(step)
+    return torch.nn.Sequential(torch.nn.Embedding(64, 16), torch.nn.Linear(16, 33), torch.nn.Linear(33, 16, bias=False))
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Return dtype, shape and a hash of the bytes."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]}"

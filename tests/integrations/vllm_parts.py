@@ -1,0 +1,187 @@
+"""Transfer weights as vLLM does: its trainer and worker factories, its worker's methods, its models, on CPU.
+
+`main` writes DIRECTORY/result.json: for each model what was loaded, compared with a checkpoint that vLLM
+loaded from disk.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import traceback
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+import vllm
+from safetensors.torch import load_file
+from vllm.config import (
+    DeviceConfig,
+    ModelConfig,
+    VllmConfig,
+    WeightTransferConfig,
+    set_current_vllm_config,
+)
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.distributed.weight_transfer import ParamMeta, WeightSource, WeightTransferEngineFactory
+from vllm.model_executor.model_loader import get_model
+from vllm.v1.worker.gpu_worker import Worker
+
+from holdfast.sync.adapters import vllm as adapter
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+}
+EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+MODELS = {
+    "llama": (transformers.LlamaConfig, {"tie_word_embeddings": False}),
+    "tied": (transformers.LlamaConfig, {"tie_word_embeddings": True}),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, EXPERTS),
+}
+
+
+def trainer_model(kind: str, seed: int, **changed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    made, options = MODELS[kind]
+    config = made(**{**SIZES, **changed}, **options, dtype="bfloat16")
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+class CheckpointSource(WeightSource):
+    """The weights of a checkpoint: names and shapes as vLLM's models load them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @cached_property
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.iter_full()]
+
+    def iter_full(self) -> Any:
+        yield from load_file(self.directory / "model.safetensors").items()
+
+
+def served(directory: Path) -> tuple[VllmConfig, torch.nn.Module]:
+    """Load a checkpoint by vLLM, as a worker does."""
+    config = VllmConfig(
+        model_config=ModelConfig(
+            model=str(directory), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, max_model_len=64
+        ),
+        device_config=DeviceConfig(device="cpu"),
+        weight_transfer_config=WeightTransferConfig(backend="holdfast"),
+    )
+    with set_current_vllm_config(config):
+        return config, get_model(vllm_config=config)
+
+
+def worker_of(config: VllmConfig, model: torch.nn.Module) -> Worker:
+    """Return vLLM's worker with this model and no device: its methods for weight transfer are what matters."""
+    worker = object.__new__(Worker)
+    worker.vllm_config, worker.model_config, worker.speculative_config = config, config.model_config, None
+    worker.rank, worker._weight_update_active, worker._weight_update_is_draft = 0, False, False
+    worker.model_runner = SimpleNamespace(reset_lora_state=lambda: None, get_model=lambda: model)
+    worker.weight_transfer_engine = WeightTransferEngineFactory.create_engine(
+        config.weight_transfer_config, config, torch.device("cpu"), model
+    )
+    return worker
+
+
+class Client:
+    """The trainer's connection to a worker in this process."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker, self.versions = worker, []
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.worker.init_weight_transfer_engine(json.loads(json.dumps(init_info)))
+
+    def start_weight_update(self) -> None:
+        self.worker.start_weight_update()
+
+    def update_weights(self, update_info: Any) -> None:
+        self.worker.update_weights(json.loads(json.dumps(update_info)))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.worker.finish_weight_update()
+        self.versions.append(weight_version)
+
+
+def equal(model: torch.nn.Module, other: torch.nn.Module) -> bool:
+    theirs = dict(other.named_parameters())
+    mine = dict(model.named_parameters())
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def refused(act: Any) -> str:
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def transfer(kind: str, place: Path) -> dict[str, Any]:
+    checkpoints = []
+    for seed in (1, 2, 3):
+        checkpoints.append(place / f"{kind}-{seed}")
+        trainer_model(kind, seed).save_pretrained(checkpoints[-1])
+    config, model = served(checkpoints[0])
+    pointers = {name: value.data_ptr() for name, value in model.named_parameters()}
+    worker = worker_of(config, model)
+    engine, client = worker.weight_transfer_engine, Client(worker)
+    meet = place / f"{kind}-meet"
+    meet.mkdir()
+    trainer = adapter.trainer_init(client, CheckpointSource(checkpoints[0]), rank=0, place=str(meet), timeout_s=60.0)
+    found: dict[str, Any] = {"trainer": type(trainer).__name__, "engine": type(engine).__name__, "equal": []}
+    for seed in (2, 3):
+        trainer.source = CheckpointSource(checkpoints[seed - 1])
+        trainer.send_weights()
+        found["equal"].append(equal(model, served(checkpoints[seed - 1])[1]))
+    found["in_place"] = pointers == {name: value.data_ptr() for name, value in model.named_parameters()}
+    found["version"], found["versions"], found["dirty"] = engine.version, client.versions, engine.dirty
+
+    # The model's own loading fails half way: the worker says so, until a version is loaded completely.
+    load, before = model.load_weights, engine.version
+    model.load_weights = lambda weights: (load(list(weights)[:3]) and None) or 1 / 0
+    found["failed_load"] = refused(trainer.send_weights)
+    found["after_failure"] = [engine.version == before, engine.dirty, worker._weight_update_active]
+    model.load_weights = load
+    client.start_weight_update()
+    client.update_weights({"timeout_s": 60.0})  # the newest: the one that failed
+    client.finish_weight_update()
+    found["after_retry"] = [engine.version > before, engine.dirty, equal(model, served(checkpoints[2])[1])]
+
+    # Other shapes are refused before anything is loaded.
+    trainer_model(kind, 4, vocab_size=256).save_pretrained(place / f"{kind}-4")
+    trainer.source = CheckpointSource(place / f"{kind}-4")
+    found["other_shape"] = refused(trainer.send_weights)
+    found["after_other_shape"] = [engine.dirty, equal(model, served(checkpoints[2])[1])]
+    found["draft"] = refused(worker.start_draft_weight_update)
+    trainer.shutdown()
+    worker.shutdown_weight_transfer_engine()
+    return found
+
+
+def main(directory: Path) -> None:
+    adapter.register()
+    with tempfile.TemporaryDirectory() as store:
+        init_distributed_environment(1, 0, f"file://{store}/store", 0, backend="gloo")
+        config = VllmConfig(device_config=DeviceConfig(device="cpu"))
+        with set_current_vllm_config(config):
+            initialize_model_parallel(1, 1)
+        result: dict[str, Any] = {"vllm": vllm.__version__}
+        for kind in MODELS:
+            try:
+                result[kind] = transfer(kind, directory)
+            except Exception:
+                result[kind] = traceback.format_exc()
+        (directory / "result.json").write_text(json.dumps(result))

@@ -1,0 +1,110 @@
+"""Weights that are tied at a receiver and published under two names, over every transport."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast.errors import StateMismatch
+from holdfast.sync import DirectoryTransport, ProcessGroupTransport, Publisher, Receiver, SharedMemoryTransport
+
+TIMEOUT_S = 60.0
+KINDS = [SharedMemoryTransport, ProcessGroupTransport, DirectoryTransport]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        self.head = nn.Linear(32, 64, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as made:
+        yield made
+
+
+def untied(model: Tied, *, equal: bool) -> dict[str, torch.Tensor]:
+    found = {name: value.clone() for name, value in model.state_dict().items()}
+    if not equal:
+        found["head.weight"][7, 7] += 1
+    return found
+
+
+@pytest.mark.parametrize("bypass", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_values_arrive_and_others_are_refused(
+    tmp_path: Path, pool: ThreadPoolExecutor, kind: Any, bypass: bool
+) -> None:
+    source, into = Tied(), Tied()
+    with Publisher(kind(tmp_path), bypass_cpu=bypass) as publisher, Receiver(kind(tmp_path)) as receiver:
+
+        def send(weights: dict[str, torch.Tensor], version: int) -> Future[int]:
+            received = pool.submit(receiver.receive, into, None, TIMEOUT_S)
+            publisher.publish(weights, version, TIMEOUT_S)
+            return received
+
+        assert send(source.state_dict(), 1).result() == 1
+        assert torch.equal(into.embed.weight, source.embed.weight)
+        with torch.no_grad():
+            source.embed.weight.add_(1)
+        assert send(untied(source, equal=True), 2).result() == 2
+        assert torch.equal(into.embed.weight, source.embed.weight)
+        received = pool.submit(receiver.receive, into, None, TIMEOUT_S)
+        with contextlib.suppress(StateMismatch):  # where it waits for receivers, it is told
+            publisher.publish(untied(source, equal=False), 3, TIMEOUT_S)
+        with pytest.raises(StateMismatch, match=r"`embed.weight` and `head.weight`"):
+            received.result()
+        assert receiver.version == 2
+        assert not receiver.dirty
+        assert torch.equal(into.embed.weight, source.embed.weight), "the live weights are those of version 2"
+
+
+def test_what_is_tied_at_the_publisher_is_sent_once(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    source, into = Tied(), Tied()
+    with Publisher(SharedMemoryTransport(tmp_path)) as publisher, Receiver(SharedMemoryTransport(tmp_path)) as receiver:
+        for version, weights, copies in (
+            (1, source.state_dict(), 1),
+            (2, untied(source, equal=True), 2),
+            (3, source.state_dict(), 1),
+        ):
+            received = pool.submit(receiver.receive, into, None, TIMEOUT_S)
+            assert publisher.publish(weights, version, TIMEOUT_S).bytes_sent == copies * source.embed.weight.nbytes
+            received.result()
+
+
+def test_a_flat_dictionary_of_tied_tensors(tmp_path: Path) -> None:
+    source, into = Tied(), Tied()
+    receiver = Receiver(DirectoryTransport(tmp_path))
+    with Publisher(DirectoryTransport(tmp_path)) as publisher:
+        publisher.publish(source.state_dict(), 1)
+        assert receiver.receive(into.state_dict()) == 1
+        assert torch.equal(into.embed.weight, source.embed.weight)
+        publisher.publish(untied(source, equal=False), 2)
+        with pytest.raises(StateMismatch):
+            receiver.receive(into.state_dict())
+        assert torch.equal(into.embed.weight, source.embed.weight)
+
+
+def test_exports_as_versions(tmp_path: Path) -> None:
+    """A Hugging Face directory has no checksums of tensors: both are read."""
+    into = Tied()
+    apart = nn.ModuleDict({"embed": nn.Embedding(64, 32), "head": nn.Linear(32, 64, bias=False)})
+    holdfast.export_hf(apart, tmp_path / "version-1")
+    with pytest.raises(StateMismatch):
+        Receiver(DirectoryTransport(tmp_path)).receive(into)
+    with torch.no_grad():
+        apart.head.weight.copy_(apart.embed.weight)
+    holdfast.export_hf(apart, tmp_path / "version-2")
+    assert Receiver(DirectoryTransport(tmp_path)).receive(into) == 2
+    assert torch.equal(into.head.weight, apart.embed.weight)
