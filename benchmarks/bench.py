@@ -36,6 +36,9 @@ OURS = (
     "holdfast-export-hf",
     *(name for name, peer in PEERS.items() if peer.syncs),
     *(f"holdfast-sync-delta-{share}" for share in DELTA_SHARES),
+    *(f"holdfast-{how}" for how in ("one-engine", "two-engines", "no-export")),
+    "raw-store",
+    "holdfast-store",
 )
 ONLY_THOROUGH = (
     "dcp-process",
@@ -128,6 +131,12 @@ class Bench:
                 worker.stop()
                 del self._kept[key]
 
+    def end(self, workers: Iterable[Worker]) -> None:
+        """End workers that are of no use to other cases."""
+        for worker in workers:
+            worker.stop()
+            self._kept.pop((worker.name, worker.world), None)
+
     def close(self) -> None:
         """End all that was kept."""
         for worker in self._kept.values():
@@ -217,16 +226,25 @@ class Bench:
         """Between a save and the update: a step's forward and backward grow with the state, too."""
         return INTERVAL_S_PER_GB * self.results.cases[case]["nbytes"] / 1e9
 
-    def rounds(self, case: str, workers: list[Worker], turn: Turn, *, counted: int, first: int = 0) -> None:
+    def rounds(
+        self,
+        case: str,
+        workers: list[Worker],
+        turn: Turn,
+        *,
+        counted: int,
+        first: int = 0,
+        fewer_of_slow: bool = True,
+    ) -> None:
         """Let all take turns, ``counted`` rounds after round 0, which is not; ``first=1`` leaves that one out.
 
         Who keeps nothing from one turn to the next has no use for round 0. Where they take longer than a case may, slow
-        peers have fewer, as `Size` says.
+        peers have fewer, as `Size` says, unless the case is to have all of them.
         """
         left = list(workers)
         spent_s: dict[str, list[float]] = {worker.name: [] for worker in workers}
         for number in range(first, counted + 1):
-            if number > 1:
+            if number > 1 and fewer_of_slow:
                 for name in self._slow(spent_s, number - 1):
                     self.say(f"{case}: {name}: enough rounds for the time they take")
                     left = [worker for worker in left if worker.name != name]
@@ -256,14 +274,20 @@ class Bench:
         ]
 
     def _turn(self, case: str, worker: Worker, turn: Turn) -> dict[str, Any] | None:
-        os.sync()  # what the one before has left is not this one's to write
-        with stopped(self._others(worker)):
-            self._wait_quiet()
+        with self.alone(worker):
             try:
                 return turn(worker)
             except (Broken, WorkerFailed) as error:
                 self.problem(case, worker.name, str(error))
                 return None
+
+    @contextmanager
+    def alone(self, worker: Worker) -> Iterator[None]:
+        """All others sleep, and what they have left is done."""
+        os.sync()  # what the one before has left is not this one's to write
+        with stopped(self._others(worker)):
+            self._wait_quiet()
+            yield
 
     def _others(self, worker: Any) -> list[int]:
         """The processes of all kept workers but this one: some compute even where there is nothing to do."""
@@ -304,6 +328,8 @@ class Bench:
 
     def problem(self, case: str, contender: str, reason: str) -> None:
         ours = contender in OURS
+        first, *rest = reason.strip().splitlines() or [""]
+        reason = f"{first} ... {rest[-1].strip()}" if rest else first  # what lies between is in the log
         self.results.problems.append(Problem(case, contender, reason, ours))
         self.say(f"{case}: {contender}: {reason}")
 

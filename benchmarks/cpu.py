@@ -109,26 +109,30 @@ class Memory:
     others: int
 
 
-def tree_memory(root: int) -> Memory:
-    """What the tree holds now; shared pages are divided among those who map them."""
+def tree_memory(root: int, without: str | None = None) -> Memory:
+    """What the tree holds now; shared pages are divided among those who map them.
+
+    without: leave out what is mapped of files whose paths begin so.
+    """
     images = others = 0
     for pid in tree_of(root):
-        inside_image = False
+        inside_image = left_out = False
         with contextlib.suppress(OSError), open(f"/proc/{pid}/smaps", encoding="utf-8", errors="replace") as file:
             for line in file:
-                if line.startswith("Pss:"):
+                if line.startswith("Pss:") and not left_out:
                     amount = int(line.split()[1]) << 10
                     images, others = (images + amount, others) if inside_image else (images, others + amount)
                 elif "-" in line.split(" ", 1)[0]:
                     inside_image = _MAPPED_IMAGE in line
+                    left_out = without is not None and f" {without}" in line
     return Memory(images, others)
 
 
 class MemoryWatch:
     """The most a process tree held at any look; looks every ``every_s`` seconds from a thread of its own."""
 
-    def __init__(self, root: int, every_s: float = 0.1) -> None:
-        self._root, self._every_s = root, every_s
+    def __init__(self, root: int, every_s: float = 0.1, without: str | None = None) -> None:
+        self._root, self._every_s, self._without = root, every_s, without
         self._stop = threading.Event()
         self.most_others = self.most_images = 0
         self._thread = threading.Thread(target=self._run, name="memory-watch", daemon=True)
@@ -140,12 +144,16 @@ class MemoryWatch:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(10.0)
+        self._look()
 
     def _run(self) -> None:
         while not self._stop.wait(self._every_s):
-            now = tree_memory(self._root)
-            self.most_others = max(self.most_others, now.others)
-            self.most_images = max(self.most_images, now.images)
+            self._look()
+
+    def _look(self) -> None:
+        now = tree_memory(self._root, self._without)
+        self.most_others = max(self.most_others, now.others)
+        self.most_images = max(self.most_images, now.images)
 
 
 class PeakMemory:

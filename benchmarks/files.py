@@ -7,7 +7,10 @@ import ctypes
 import mmap
 import os
 import shutil
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 CHUNK_BYTES = 8 << 20
 

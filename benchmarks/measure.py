@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.cpu import tree_cpu_s
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from benchmarks.busy import Busy
     from benchmarks.contender import Contender, Pending
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.stats import bootstrap, seconds
-from benchmarks.tables import LABELS
+from benchmarks.tables import LABELS, STORE_SERVERS
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from benchmarks.samples import Results
 
 OURS, THEIRS, LIMIT = "#0b6e4f", "#9aa5b1", "#c08a2b"
@@ -161,12 +162,23 @@ def draw(results: Results, folder: Path) -> list[Path]:
         ("sync-memory", "sync_s", "a weight version through shared memory, until committed"),
         ("sync-delta", "sync_s", "a weight version of which little has changed, until committed"),
     ]
+    stores = [
+        (f"stores-{name}", figure, f"{called} on loopback: {title}")
+        for name, called in STORE_SERVERS.items()
+        for figure, title in (
+            ("save_s", "save"),
+            ("load_s", "load"),
+            ("save_cpu_s", "CPU seconds of a save"),
+            ("load_cpu_s", "CPU seconds of a load"),
+        )
+    ]
     pictures = [
         where_time_goes(plt, results, folder / "where-time-goes.png"),
         _panels(plt, results, saves, folder / "saves.png"),
         _panels(plt, results, loads, folder / "loads.png"),
         _panels(plt, results, exports, folder / "exports.png"),
         _panels(plt, results, syncs, folder / "syncs.png"),
+        _panels(plt, results, stores, folder / "stores.png"),
         slow_down(plt, results, folder / "training.png"),
     ]
     return [picture for picture in pictures if picture is not None]

@@ -34,14 +34,18 @@ peers: what they are measured against is the raw limit of each way, a broadcast 
 same two processes, and a copy of them by two threads. The clock stops when publisher and receiver have returned; the
 memory is what the first version took on each side beyond the weights, shared slots on both. CPU seconds are those of
 the process and its children without what its training thread computed; the kernel's own write-back threads are not
-among them, which flatters whoever writes through the page cache. Warm: read just before. Cold: evicted just before."""
+among them, which flatters whoever writes through the page cache. Warm: read just before. Cold: evicted just before.
+Object stores run on loopback, on the cores that the contenders have: what a client computes its server waits for, and
+no network hides it. A save ends when the server has acknowledged all of it, which then is in the server's page cache,
+and written to its disk before the load begins: loads come from memory. The memory of a store's client is the most that
+its processes had in a warm call beyond what they had before the first; it is measured in turns of its own."""
 
 
 def describe(results: Results, case: str) -> str:
     """What was saved there, in a line."""
     facts = results.cases.get(case, {})
     names = results.contenders(case)
-    times = ("durable_s", "load_s", "sync_s")
+    times = ("durable_s", "load_s", "sync_s", "save_s")
     counts = {max(len(results.values(case, name, figure)) for figure in times) for name in names}
     parts = []
     if facts.get("nbytes"):

@@ -30,10 +30,12 @@ from benchmarks.targets import reached
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from benchmarks.cases import Case
     from benchmarks.samples import Results
+    from benchmarks.sizes import Size
     from benchmarks.targets import Reached
 
-PACKAGES = ("torch", "numpy", "safetensors", "msgspec", "xxhash")
+PACKAGES = ("torch", "numpy", "safetensors", "msgspec", "xxhash", "obstore")
 
 
 def machine(out: Path) -> dict[str, str]:
@@ -106,6 +108,11 @@ def end_orderly(number: int, _: object) -> None:
     sys.exit(128 + number)
 
 
+def is_run(case: Case, size: Size) -> bool:
+    """Return True if a run of that size has the case without being asked for it."""
+    return not case.by_name and (size.thorough or case.quick)
+
+
 def run(size: str, out: Path, only: tuple[str, ...] = (), peers: tuple[str, ...] = ()) -> Bench:
     """Run cases (all by default), one after the other; whatever one of them raises, the next is run."""
     out = out.resolve()
@@ -125,7 +132,7 @@ def run(size: str, out: Path, only: tuple[str, ...] = (), peers: tuple[str, ...]
     began = time.monotonic()
     signal.signal(signal.SIGTERM, end_orderly)
     try:
-        for name in only or [case.name for case in CASES.values() if bench.size.thorough or case.quick]:
+        for name in only or [case.name for case in CASES.values() if is_run(case, bench.size)]:
             bench.say(f"case {name}: {CASES[name].about}")
             case_began = time.monotonic()
             try:

@@ -40,11 +40,13 @@ import msgspec
 import torch
 
 import holdfast
-from holdfast import world_plan
-from holdfast.agreement import Agreement, Ballot, Verdict
-from holdfast.commit import Attempt, Deadlines
-from holdfast.coordination import StoreBoard
-from holdfast.format.dcp import render_metadata
+from holdfast.catalog.catalog import Catalog
+from holdfast.catalog.retention import Keep
+from holdfast.commit.attempt import Attempt, Deadlines
+from holdfast.commit.messages import AttemptChannel
+from holdfast.commit.recovery import recover
+from holdfast.coordination.board import StoreBoard
+from holdfast.format.dcp_metadata import render_metadata
 from holdfast.format.manifest import (
     AttemptPlan,
     Manifest,
@@ -58,10 +60,7 @@ from holdfast.format.manifest import (
     read_index,
     report_name,
 )
-from holdfast.keeping import Keeper
-from holdfast.news import News
-from holdfast.plan.index import index_of
-from holdfast.plan.structure import (
+from holdfast.format.structure import (
     PER_RANK,
     MeshLayout,
     ObjectSpec,
@@ -71,11 +70,10 @@ from holdfast.plan.structure import (
     digest_of,
     encode_structure,
 )
-from holdfast.plan.write import RankPlan, SavePlan, _Planner, plan_rank
-from holdfast.recovery import recover
-from holdfast.retention import Keep
+from holdfast.plan.write import RankPlan, SavePlan, _Planner, index_of, plan_rank
+from holdfast.saver import agreement as world_plan
+from holdfast.saver.agreement import Agreement, PlanDecision, PlanProposal, Whole, WorldPlan, tell_planned
 from holdfast.testing.memory_storage import MemoryStorage
-from holdfast.world_plan import Whole, WorldPlan, tell_planned
 from scale_report import draw, laws, render
 from scale_store import CountedStore, Inline, measure_tcp_store
 
@@ -147,7 +145,7 @@ class World:
         self.encoded = encode_structure(self.structure)
         self.digest = digest_of(self.encoded)
         self.storage = MemoryStorage()
-        self.keeper = Keeper(self.storage, "step-{step}", Keep(last=3))
+        self.keeper = Catalog(self.storage, "step-{step}", Keep(last=3))
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
         self.figures: dict[str, float] = {}
 
@@ -159,9 +157,9 @@ class World:
             yield
             self.seconds[f"{who}: {what}"].append((clock() - began) / shared_by)
 
-    def agree(self, step: int, *, replan: bool) -> tuple[int, Verdict]:
+    def agree(self, step: int, *, replan: bool) -> tuple[int, PlanDecision]:
         """Every rank's ballot and verdict."""
-        ballot = Ballot(step, f"{ROOT}/step-{step}", self.digest, replan=replan)
+        ballot = PlanProposal(step, f"{ROOT}/step-{step}", self.digest, replan=replan)
         first, last = self.agreements[0], self.agreements[-1]
         others = self.agreements[1:]
         with self.timed("cast", "coordinator"):
@@ -178,7 +176,7 @@ class World:
         assert verdict.kind == ("replan" if replan else "same")
         return number, verdict
 
-    def plan(self, number: int, verdict: Verdict) -> WorldPlan:
+    def plan(self, number: int, verdict: PlanDecision) -> WorldPlan:
         """What ``stage`` does with a replan: every rank plans itself, and tells."""
         world = WorldPlan(number, {}, ())
         sampled = sorted({round(n * (self.ranks - 1) / (SAMPLED_RANKS - 1)) for n in range(SAMPLED_RANKS)})
@@ -395,7 +393,7 @@ def coordinator_over(store: Any, ranks: int) -> dict[str, float]:
         with world.timed("begin", "coordinator"):
             attempt = world.begin(0, f"attempt/{step}", world.attempt_plan(step, whole))
         for board, line in zip(world.boards[1:], lines[1:], strict=True):
-            News(board, f"attempt/{step}").tell_report(line)
+            AttemptChannel(board, f"attempt/{step}").tell_report(line)
         world.boards[0].try_get("all of that is in")  # requests of one connection are served in order
         with world.timed("commit", "coordinator"):
             attempt.report(lines[0])

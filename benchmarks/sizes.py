@@ -20,7 +20,8 @@ class Size:
     layers, hidden, vocab: of the language model whose weights and AdamW state are case (a). small_tensors, small_bytes:
     case (b). many_tensors: case (c), 256 bytes each. train_*: case (d), one block is so many iterations with a save
     every so many. memory_saves, memory_mib: case (g). warm_up_s: case (e), how long training goes on between the
-    warm-up and the first save.
+    warm-up and the first save. beside_*: case (k), its small tensors and the bytes of its large ones. store_*: case
+    (m), the state's size, its counted rounds, and how many processes make their first save, and their first load.
     """
 
     name: str
@@ -44,6 +45,12 @@ class Size:
     memory_mib: int
     engine_starts: int
     warm_up_s: float
+    beside_tensors: int
+    beside_mib: int
+    beside_rounds: int
+    store_mib: int
+    store_rounds: int
+    store_firsts: int
 
     def language_model_nbytes(self, layers: int) -> int:
         """Weights and both moments of case (a)'s model, if it had so many layers."""
@@ -84,6 +91,12 @@ SIZES = {
             memory_mib=16,
             engine_starts=10,
             warm_up_s=3.0,
+            beside_tensors=8_000,
+            beside_mib=128,
+            beside_rounds=25,
+            store_mib=1024,
+            store_rounds=5,
+            store_firsts=3,
         ),
         Size(
             name="quick",
@@ -107,6 +120,12 @@ SIZES = {
             memory_mib=16,
             engine_starts=5,
             warm_up_s=1.0,
+            beside_tensors=8_000,
+            beside_mib=128,
+            beside_rounds=5,
+            store_mib=128,
+            store_rounds=5,
+            store_firsts=1,
         ),
         Size(
             name="tiny",
@@ -130,6 +149,12 @@ SIZES = {
             memory_mib=1,
             engine_starts=2,
             warm_up_s=0.2,
+            beside_tensors=40,
+            beside_mib=1,
+            beside_rounds=2,
+            store_mib=8,
+            store_rounds=2,
+            store_firsts=1,
         ),
     )
 }

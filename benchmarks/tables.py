@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,12 +9,15 @@ from benchmarks.peers import DELTA_SHARES, PEERS
 from benchmarks.stats import Spread, bootstrap, nbytes, rate, seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from benchmarks.samples import Results
 
 LABELS = {name: peer.label for name, peer in PEERS.items()} | {
     "holdfast-warmed": "**Holdfast**, warmed up",
+    "holdfast-one-engine": "**Holdfast**, one engine",
+    "holdfast-two-engines": "**Holdfast**, an engine each",
+    "holdfast-no-export": "**Holdfast**, no export",
     "torch-checkpointing-warmed": "`torch_checkpointing`, warmed up",
     **{f"holdfast-sync-delta-{share}": f"**Holdfast**, `delta`, {share} % changed" for share in DELTA_SHARES},
 }
@@ -33,6 +35,10 @@ class Column:
 
 def plain(value: float) -> str:
     return f"{value:.2f}"
+
+
+def megabytes(value: float) -> str:
+    return f"{value / 1e6:.0f} MB/s"
 
 
 def percent(value: float) -> str:
@@ -103,6 +109,56 @@ SYNC_DELTA = (
     *SYNC[1:],
 )
 ENGINE = (Column("ready_s", "ready after"), Column("resident", "its memory", None, nbytes))
+BESIDE = (
+    Column("durable_s", "until published", ("holdfast-two-engines", "durable_s")),
+    Column("persist_s", "persist", ("holdfast-two-engines", "persist_s")),
+)
+
+
+STORES = (
+    Column("save_s", "save", ("raw-store", "save_s")),
+    Column("save_bytes_per_s", "", None, megabytes),
+    Column("save_cpu_s", "CPU"),
+    Column("save_peak_bytes", "memory beside state and image", None, nbytes),
+    Column("save_server_cpu_s", "the server's CPU"),
+    Column("load_s", "load", ("raw-store", "load_s")),
+    Column("load_bytes_per_s", "", None, megabytes),
+    Column("load_cpu_s", "CPU"),
+    Column("load_peak_bytes", "memory beside the state", None, nbytes),
+    Column("load_server_cpu_s", "the server's CPU"),
+    Column("first_save_s", "a process's first save", ("raw-store", "first_save_s")),
+    Column("first_load_s", "its first load", ("raw-store", "first_load_s")),
+    Column("load_average", "processes that run on the machine", None, plain),
+)
+
+
+def adapter_columns(job: str) -> tuple[Column, ...]:
+    """Over the framework's own way."""
+    own = f"adapter-{job}-own"
+    return (
+        Column("held_s", "training held", (own, "held_s")),
+        Column("durable_s", "until durable", (own, "durable_s")),
+        Column("step_s", "a step without a save"),
+    )
+
+
+ADAPTER_WAYS = {
+    "own": "its own way",
+    "own-sync": "its own way, waiting",
+    "holdfast": "**Holdfast**",
+    "holdfast-sync": "**Holdfast**, waiting",
+}
+ADAPTERS = {
+    "accelerate": "accelerate",
+    "transformers": "transformers' Trainer",
+    "lightning": "Lightning",
+    "torchtitan": "torchtitan",
+    "nvrx": "NVIDIA Resiliency Extension",
+    "xtuner": "XTuner's engine",
+    "torchft": "TorchFT, a dataloader at every step",
+}
+STORE_SERVERS = {"seaweedfs": "SeaweedFS", "ceph": "Ceph's RADOS gateway"}
+LABELS |= {f"adapter-{job}-{way}": label for job in ADAPTERS for way, label in ADAPTER_WAYS.items()}
 
 TABLES: tuple[tuple[str, str, tuple[Column, ...]], ...] = (
     ("eager", "(a) One rank, idle trainer, eager staging", EAGER),
@@ -133,6 +189,10 @@ TABLES: tuple[tuple[str, str, tuple[Column, ...]], ...] = (
     ("sync-gloo", "(j) A weight version over gloo", SYNC_GLOO),
     ("sync-memory", "(j) A weight version through shared memory", SYNC_MEMORY),
     ("sync-delta", "(j) A weight version of which little has changed", SYNC_DELTA),
+    ("beside-small", "(k) Many small tensors, beside an export on busy cores", BESIDE),
+    ("beside-large", "(k) A few large tensors, beside an export on busy cores", BESIDE),
+    *((f"adapter-{job}", f"(l) {title}", adapter_columns(job)) for job, title in ADAPTERS.items()),
+    *((f"stores-{name}", f"(m) {title} on loopback", STORES) for name, title in STORE_SERVERS.items()),
 )
 
 

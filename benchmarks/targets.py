@@ -213,6 +213,32 @@ def syncing(results: Results) -> Iterable[Reached]:
             yield _ratio_row(f"weight version {way}{said} / {limit} of its bytes, rates", ">=", 0.9, ratio, " x")
 
 
+def sharing(results: Results) -> Iterable[Reached]:
+    """Case (k)."""
+    for case, what in (("beside-small", "many small tensors"), ("beside-large", "a few large ones")):
+        for figure, until in (("persist_s", "persisted"), ("durable_s", "published")):
+            one, two = (results.median(case, f"holdfast-{name}", figure) for name in ("one-engine", "two-engines"))
+            yield _ratio_row(f"{until} beside an export / with two engines, {what}", "<=", 1.1, _over(one, two), " x")
+
+
+def storing(results: Results) -> Iterable[Reached]:
+    """Case (m): against obstore alone, and against s3torchconnector."""
+    ours, raw = "holdfast-store", "raw-store"
+    for server, called in (("seaweedfs", "SeaweedFS"), ("ceph", "Ceph")):
+        case = f"stores-{server}"
+        for doing, where in (("save", "to"), ("load", "from")):
+            ratio = _over(results.median(case, ours, f"{doing}_s"), results.median(case, raw, f"{doing}_s"))
+            yield _ratio_row(f"{doing} {where} a store / raw obstore, {called}", "<=", 1.15, ratio, " x")
+            cpu = results.median(case, ours, f"{doing}_cpu_s")
+            ratio = _over(cpu, results.median(case, "s3torchconnector", f"{doing}_cpu_s"))
+            yield _ratio_row(f"CPU of a {doing} {where} a store / s3torchconnector's, {called}", "<=", 1.0, ratio, " x")
+            peak = results.median(case, ours, f"{doing}_peak_bytes")
+            shown = "" if peak is None else nbytes(peak)
+            what = f"memory beside images, {doing} {where} a store, {called}"
+            yield _amount_row(what, "<= 256 MiB", 256 << 20, peak, shown)
+
+
 def reached(results: Results) -> list[Reached]:
     """Every target, in the order of the cases."""
-    return [*saving(results), *training(results), *loading(results), *lasting(results), *syncing(results)]
+    cases = (saving, training, loading, lasting, syncing, sharing, storing)
+    return [row for rows in cases for row in rows(results)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +18,8 @@ from benchmarks.files import remove
 from benchmarks.measure import Watch
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from benchmarks.contender import Contender
 
 VOCAB = 1024

@@ -39,7 +39,7 @@ def python_of(peer: Peer, folder: Path) -> str:
         venv.create(home, clear=True, with_pip=False, symlinks=True)
         site = Path(sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)}))
         # Behind its own packages, and read as plain paths: an editable install of the runner's stays out.
-        (site / "zz_runner.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        (site / "zz_runner.pth").write_text("".join(f"{path}\n" for path in sys.path if path.endswith("site-packages")))
         if peer.packages:
             _install(python, list(peer.packages))
         if peer.bare:
@@ -70,9 +70,9 @@ def _install(python: Path, what: list[str]) -> None:
 
 def version_of(python: str, peer: Peer) -> str | None:
     """What of it is installed."""
-    if not peer.bare:
+    if not peer.own_environment:
         return None
-    name = peer.bare[0].partition("==")[0]
+    name = (peer.bare or peer.packages)[0].partition("==")[0].partition("[")[0]
     code = f"import importlib.metadata as m; print(m.version({name!r}))"
     ended = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=30, check=False)
     return ended.stdout.strip() or None

@@ -61,6 +61,7 @@ class Worker:
         self.target: BenchState | None = None
         self.scratch: Shared | None = None
         self.trainer: training.Trainer | None = None
+        self.besides: Any = None
         self.saves = 0
 
     # What is saved and loaded. -----------------------------------------------------------------------------------
@@ -89,8 +90,11 @@ class Worker:
         """Let go of state and contender."""
         contenders = [*self.others.values(), *([] if self.contender is None else [self.contender])]
         self.contender, self.others = None, {}
+        if self.besides is not None:
+            contenders.append(self.besides)
         for contender in contenders:
             contender.close()
+        self.besides = None
         self.trainer = self.target = self.source = self.scratch = None
         gc.collect()
         return {}
@@ -118,6 +122,9 @@ class Worker:
         return figures
 
     def load(self, path: str, *, check: bool) -> dict[str, float]:
+        return self._timed_load(Path(path), check=check)
+
+    def _timed_load(self, place: Any, *, check: bool) -> dict[str, float]:
         if self.target is None:
             shared = Shared(self.spec["file"] + ".target", file_nbytes(layout(self.spec)))
             self.target = BenchState(shared, self.spec, rank=self.rank, world=self.world, mesh=self.mesh)
@@ -126,13 +133,35 @@ class Worker:
             self.target.shared.bytes.zero_()
         contender = self.ready
         self._together()
-        figures = timed_load(contender, self.target, Path(path))
+        figures = timed_load(contender, self.target, place)
         self._together()
         if check and self.rank == 0 and self.source is not None:
             wrong = same(self.source, self.target.shared, self.target.entries)
             if wrong is not None:
                 raise AssertionError(f"{wrong} was not loaded as it was saved")
         return figures
+
+    def store_memory(self) -> dict[str, int]:
+        """Bytes that are held beside the state and images."""
+        return {"others": tree_memory(os.getpid(), self.spec["file"]).others}
+
+    def store_save(self, place: str, *, prepared: bool = True) -> dict[str, float]:
+        """Save to the URL ``place``; all of it is there at the end.
+
+        prepared: what is done once for each bucket is done before.
+        """
+        contender: Any = self.ready
+        if prepared:
+            contender.prepare(place)
+        cpu_before, began = tree_cpu_s(os.getpid()), time.perf_counter()
+        contender.save(place)
+        save_s = time.perf_counter() - began
+        return {"save_s": save_s, "save_cpu_s": tree_cpu_s(os.getpid()) - cpu_before}
+
+    def store_load(self, place: str, *, check: bool) -> dict[str, float]:
+        """Load from the URL ``place``; ``check``: and compare that."""
+        figures = self._timed_load(place, check=check)
+        return {"load_s": figures["load_s"], "load_cpu_s": figures["cpu_s"]}
 
     def read_part(self, path: str, tensor: str, rows: list[int], *, check: bool) -> dict[str, float]:
         began = time.perf_counter()
@@ -264,6 +293,19 @@ class Worker:
         memory = tree_memory(pid)
         client.close(10.0)
         return {"ready_s": ready_s, "resident": float(memory.others)}
+
+    def prepare_beside(self, kind: str, count: int, nbytes: int) -> dict[str, Any]:
+        """Holdfast only: a manager and exports, for `beside`."""
+        from benchmarks.beside import Beside
+
+        self.close()
+        self.besides = Beside(self.folder / f"beside-{kind}", kind, count, nbytes)
+        facts: dict[str, Any] = self.besides.facts
+        return facts
+
+    def beside(self, engines: str) -> dict[str, float]:
+        figures: dict[str, float] = self.besides.turn(engines)
+        return figures
 
     def facts(self) -> dict[str, Any]:
         facts = {} if self.contender is None else self.contender.facts()

@@ -5,7 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from benchmarks.cases import engine, export, first, load, many, memory, reshard, save, small, sync, train
+from benchmarks.cases import (
+    adapters,
+    beside,
+    engine,
+    export,
+    first,
+    load,
+    many,
+    memory,
+    reshard,
+    save,
+    small,
+    stores,
+    sync,
+    train,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,13 +32,14 @@ if TYPE_CHECKING:
 class Case:
     """One that `--only` can name. It may fill several tables (``save`` does: idle, computing, pure Python).
 
-    quick: whether it is part of a quick run, too.
+    quick: whether it is part of a quick run, too. by_name: it is run only where it is asked for.
     """
 
     name: str
     about: str
     run: Callable[[Bench], None]
     quick: bool = True
+    by_name: bool = False
 
 
 CASES = {
@@ -41,5 +57,13 @@ CASES = {
         Case("engine", "(h) the engine's start and size", engine.run),
         Case("export", "(i) Hugging Face weights of a model on two ranks", export.run),
         Case("sync", "(j) weight versions from a trainer to a rollout worker", sync.run),
+        Case("beside", "(k) a checkpoint beside an export, in one engine and in two", beside.run, quick=False),
+        Case(
+            "adapters",
+            "(l) saves in loops of frameworks, by their own way and by adapters",
+            adapters.run,
+            quick=False,
+        ),
+        Case("stores", "(m) saves to object stores, and loads from them", stores.run, by_name=True),
     )
 }

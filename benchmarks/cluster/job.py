@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -130,6 +130,18 @@ class Job:
         whole = {"recipe": self.recipe.name, "parameters": str(self.parameters).removeprefix("torch."), **place}
         path.with_suffix(".new").write_text(json.dumps({**whole, **fields}, indent=1))
         path.with_suffix(".new").rename(path)
+
+    def end(self) -> NoReturn:
+        """End the process once all ranks are here, without the interpreter's own end; managers are closed by then.
+
+        torch keeps the groups of a mesh, and with them gloo's threads: one that frees a tensor while the interpreter
+        ends aborts the process ("terminate called without an active exception"), though all is done.
+        """
+        dist.barrier()
+        dist.destroy_process_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def start(args: argparse.Namespace, *, distributed: bool = True) -> Job:

@@ -11,7 +11,10 @@ import mmap
 import os
 import threading
 import time
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 CHUNK_BYTES = 8 << 20
 THREADS = 2

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 
-import torch.distributed as dist
 from benchmarks.cluster.job import Job, options, start
 from benchmarks.cluster.parallel import Layout
 from benchmarks.cluster.shards import fingerprints, tensors_in
@@ -38,7 +37,7 @@ def main() -> None:
     args = options("Load a checkpoint of the reference run on another number of ranks.").parse_args()
     job = start(args)
     reload(job, Layout(job.world, args.replicas, args.experts))
-    dist.destroy_process_group()
+    job.end()
 
 
 if __name__ == "__main__":

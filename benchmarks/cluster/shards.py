@@ -11,13 +11,15 @@ of one element keeps it, and others only by chance. It guards against mistakes, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 PIECE_ELEMENTS = 1 << 20
 LOW_32 = 0xFFFF_FFFF

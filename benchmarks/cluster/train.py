@@ -13,21 +13,22 @@ the part for the report, are what tells whether a run that was killed and resume
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from benchmarks.cluster.job import Job, loss_of, options, start
 from benchmarks.cluster.limits import RawWriter
 from benchmarks.cluster.parallel import Layout
 from benchmarks.cluster.shards import fingerprints, local_of, tensors_in
 
 import holdfast
+
+if TYPE_CHECKING:
+    import argparse
 
 
 class Log:
@@ -200,7 +201,7 @@ def main() -> None:
         parser.error("--every must be even, and --steps a multiple of it")
     job = start(args)
     train(job, args)
-    dist.destroy_process_group()
+    job.end()
 
 
 if __name__ == "__main__":

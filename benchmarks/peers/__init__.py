@@ -14,8 +14,9 @@ class Peer:
     what several ranks share. keeps: memory, plans or processes, from one turn to the next, so that its first is not
     like the others. reshards: it loads with another number of ranks than it saved with. exports: it leaves Hugging Face
     weights, and does nothing else; named: which others can read. syncs: it brings weights to another process, and does
-    nothing else; the table that it is in. packages: what its own environment needs, None for the runner's; ``bare``
-    ones are installed without what they ask for (they'd pull another torch). says: printed below the report.
+    nothing else; the table that it is in. store: it saves to object stores, and does nothing else. packages: what its
+    own environment needs, None for the runner's; ``bare`` ones are installed without what they ask for (they'd pull
+    another torch). says: printed below the report.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Peer:
     exports: bool = False
     named: bool = True
     syncs: str = ""
+    store: bool = False
     bare: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
     group: bool = False
@@ -62,6 +64,20 @@ def _export(name: str, label: str, kind: str, *, says: str, asynchronous: bool =
 
 def _sync(name: str, label: str, kind: str, table: str, *, says: str = "") -> Peer:
     return Peer(name, label, f"sync_:{kind}", loads=False, saves=False, syncs=table, says=says)
+
+
+def _store(name: str, label: str, kind: str, *, says: str, group: bool = False, packages: tuple[str, ...] = ()) -> Peer:
+    return Peer(
+        name,
+        label,
+        f"stores_:{kind}",
+        loads=False,
+        saves=False,
+        store=True,
+        group=group,
+        packages=packages,
+        says=says,
+    )
 
 
 DELTA_SHARES = {"1": 0.01, "10": 0.1, "100": 1.0}
@@ -263,6 +279,48 @@ PEERS = {
             "sync-delta",
             says="whole tensors are changed, as many as make up that share of the bytes, the last one in part; the "
             "publisher finds them by checksums of extents of 1 MiB.",
+        ),
+        _store(
+            "raw-store",
+            "raw `obstore`",
+            "Raw",
+            says="the limit of stores: `obstore.put` of the state's memory as one object, in parts of 8 MiB, 8 at a "
+            "time, CRC64NVME in place of signed payloads; `obstore.get_range` of 8 MiB by 16 threads, copied into the "
+            "tensors. Nothing is named, hashed or committed.",
+        ),
+        _store(
+            "holdfast-store",
+            "**Holdfast**, `save` and `load`",
+            "Blocking",
+            says="`holdfast.save` and `holdfast.load` of a URL, defaults. What is uploaded is a copy of the state, "
+            "made before, in an image in shared memory that is not among the memory shown. The race that proves a "
+            "bucket's conditions, once a process and bucket, is part of the first save only.",
+        ),
+        _store(
+            "boto3",
+            "`boto3`",
+            "Boto3",
+            packages=("boto3",),
+            says="`upload_fileobj` of the state's memory as one object and `download_fileobj` into it, with a "
+            "`TransferConfig` of 8 MiB a part, 8 threads for uploads, 16 for downloads. Nothing is named or committed.",
+        ),
+        _store(
+            "s3torchconnector",
+            "`s3torchconnector`, DCP",
+            "S3TorchConnector",
+            group=True,
+            packages=("s3torchconnector[dcp]==1.5.0",),
+            says="`dcp.save` and `dcp.load` with its `S3StorageWriter` and `S3StorageReader`, defaults (one file, "
+            "parts of 8 MiB), path-style addresses.",
+        ),
+        _store(
+            "dcp-fsspec",
+            "DCP, `fsspec`",
+            "Fsspec",
+            group=True,
+            packages=("s3fs==2026.9.0",),
+            says="`dcp.save` and `dcp.load` with torch's `FsspecWriter` and `FsspecReader` over s3fs, blocks of 8 MiB, "
+            "8 at a time.",
         ),
     )
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed.checkpoint as dcp
@@ -13,6 +12,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from benchmarks.contender import Contender, Pending
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from benchmarks.state import BenchState
 
 

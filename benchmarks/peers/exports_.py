@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +14,8 @@ from benchmarks.peers import raw
 from benchmarks.peers.holdfast_ import Saving
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from benchmarks.state import Entry, Shared
 
 DTYPE = torch.bfloat16

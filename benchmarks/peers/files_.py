@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +12,8 @@ from benchmarks.contender import Contender, Pending
 from benchmarks.files import sync_below
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from benchmarks.state import BenchState
 
 

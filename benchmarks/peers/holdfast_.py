@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import holdfast
 from benchmarks.contender import Contender, Pending
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from benchmarks.state import BenchState
 
 

@@ -7,8 +7,7 @@ to synchronize: both are answered for the CPU, in this process and in its worker
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest
@@ -21,6 +20,9 @@ from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import (
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from benchmarks.contender import Contender, Pending
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def answer_for_the_cpu() -> None:

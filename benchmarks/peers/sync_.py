@@ -18,7 +18,7 @@ from holdfast.sync import ProcessGroupTransport, Publisher, Receiver, SharedMemo
 
 if TYPE_CHECKING:
     from benchmarks.state import Entry
-    from holdfast.sync.seam import Transport
+    from holdfast.sync.protocol import Transport
 
 BUCKET_BYTES = 256 << 20
 """Holdfast's default."""

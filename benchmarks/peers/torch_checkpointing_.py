@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch_checkpointing as tc
@@ -12,6 +11,8 @@ from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 from benchmarks.contender import Contender, Pending, Waiting
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from benchmarks.state import BenchState
 
 

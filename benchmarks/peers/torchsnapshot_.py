@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torchsnapshot
@@ -10,6 +9,8 @@ import torchsnapshot
 from benchmarks.contender import Contender, Pending, Waiting
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from benchmarks.state import BenchState
 
 
