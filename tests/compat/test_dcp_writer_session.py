@@ -43,14 +43,27 @@ def engines() -> list[int]:
     return found
 
 
+_others: set[str] = set()
+"""Images that tests before have left to a collector of garbage, which may not have come."""
+
+
+@pytest.fixture(autouse=True)
+def know_images_of_others() -> None:
+    holdfast.release()
+    gc.collect()
+    _others.clear()
+    _others.update(image_bytes())
+
+
 def image_bytes() -> dict[str, int]:
-    """Bytes of each mapped image of this process, by inode."""
+    """Bytes of each image that this process has mapped since the test began, by inode."""
     found: dict[str, int] = {}
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "holdfast-image" in line:
             addresses, _, _, _, inode, *_ = line.split()
             start, stop = (int(part, 16) for part in addresses.split("-"))
-            found[inode] = found.get(inode, 0) + stop - start
+            if inode not in _others:
+                found[inode] = found.get(inode, 0) + stop - start
     return found
 
 
