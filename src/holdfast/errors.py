@@ -17,7 +17,9 @@ a save in flight                    SaveFailed                  save again; trai
                                     OutcomeUnknown              restart: the next start settles it
                                     CallbackFailed              the checkpoint stands; fix the callback
 a weight version in transit         PeerLost                    receive or publish again; see why the peer ended
+                                    FetchCancelled              fetch again when it is wanted
                                     WeightsDirty                receive a whole version first
+                                    VersionRevoked              fetch again: a newer version took its memory
 
 Guarantees: all are picklable and keep their attributes; ``str()`` says what failed, where, what was expected and
 found, and what to do next. This module imports nothing but the standard library: the engine raises these too.
@@ -216,5 +218,17 @@ class PeerLost(HoldfastError, ConnectionError):
         self.version = version
 
 
+class FetchCancelled(HoldfastError):
+    """`Receiver.cancel` ended a fetch of a weight version; nothing was committed."""
+
+
 class WeightsDirty(HoldfastError):
     """A module was called while its weights may be a mix of versions: a streaming receive is in progress or failed."""
+
+
+class VersionRevoked(HoldfastError):
+    """The publisher has taken back the memory of a version that a receiver held for too long; ``version``."""
+
+    def __init__(self, message: str, *, version: int) -> None:
+        super().__init__(message)
+        self.version = version

@@ -104,7 +104,8 @@ def breaks(before: list[list[str]], now: list[list[str]] | None) -> str:
         return "it has no signature any more"
     present = {name: (kind, default) for name, kind, default in now}
     for name, kind, default in before:
-        if present.get(name) != (kind, default):
+        now_kind, now_default = present.get(name, (None, None))
+        if now_kind != kind or default not in (now_default, ""):  # what was required may be left out now
             return f"{name}: was {kind} = {default or 'required'}, is {present.get(name)}"
     by_place = [name for name, kind, _ in before if kind.startswith("POSITIONAL")]
     places = [name for name, kind, _ in now if kind.startswith("POSITIONAL")]

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +24,10 @@ from holdfast.sync.receiver import Receiver
 from holdfast.sync.session.links import Link
 from holdfast.sync.transports.nixl import NixlTransport
 from holdfast.sync.transports.process_group import ProcessGroupTransport
-from holdfast.sync.transports.shared_memory import SharedMemoryTransport
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+from slots import SlotTransport
 
 PEER_TIMEOUT_S = 3.0
 RECEIVE_S = 20.0
@@ -67,7 +72,7 @@ def transport_of(kind: str, place: str) -> Any:
     if kind == "nixl":
         os.environ.setdefault("UCX_LOG_FILE", "stderr")  # standard output is ours
         return NixlTransport(place, peer_timeout_s=PEER_TIMEOUT_S)
-    return SharedMemoryTransport(place, peer_timeout_s=PEER_TIMEOUT_S)
+    return SlotTransport(place, peer_timeout_s=PEER_TIMEOUT_S)
 
 
 def publish(

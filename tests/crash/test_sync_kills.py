@@ -18,7 +18,7 @@ from processes import free_port
 from sync_job import PEER_TIMEOUT_S, PUBLISH_S
 
 KINDS = [
-    "shared memory",
+    "slots",
     pytest.param("gloo", marks=pytest.mark.slow),
     pytest.param("nixl", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")),
 ]

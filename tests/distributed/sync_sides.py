@@ -5,6 +5,7 @@ The first ranks publish, as a group of their own, the others receive.
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+from slots import SlotTransport
+
 import holdfast
 from holdfast.dtypes import ITEMSIZE
 
 TIMEOUT_S = 20.0
 NEEDS_NIXL = pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed: pip install 'holdfast[nixl]'")
 KINDS = ["shared memory", "gloo", pytest.param("nixl", marks=NEEDS_NIXL)]
+STAGED = ("shared memory",)
+"""Kinds whose publishers wait for no receiver."""
 DTYPES = tuple(getattr(torch, name) for name in ITEMSIZE if hasattr(torch, name))
 """All that Holdfast stores, as far as this torch has them."""
 
@@ -28,6 +35,8 @@ DTYPES = tuple(getattr(torch, name) for name in ITEMSIZE if hasattr(torch, name)
 def transport_of(kind: str, place: Path, group: Any = None) -> Any:
     if kind == "shared memory":
         return holdfast.sync.SharedMemoryTransport(place, process_group=group, peer_timeout_s=10.0)
+    if kind == "slots":
+        return SlotTransport(place, process_group=group, peer_timeout_s=10.0)
     if kind == "nixl":
         return holdfast.sync.NixlTransport(place, process_group=group, peer_timeout_s=10.0)
     return holdfast.sync.ProcessGroupTransport(place, "gloo", process_group=group, peer_timeout_s=10.0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import run_job
-from sync_sides import NEEDS_NIXL, TIMEOUT_S, assert_same_bits, roles, sharded, transport_of, whole_of
+from sync_sides import NEEDS_NIXL, TIMEOUT_S, SlotTransport, assert_same_bits, roles, sharded, transport_of, whole_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -88,7 +88,7 @@ def mistakes_are_told_to_both_sides(place: str, kind: str) -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize("kind", ["shared memory", pytest.param("nixl", marks=NEEDS_NIXL)])
+@pytest.mark.parametrize("kind", ["slots", pytest.param("nixl", marks=NEEDS_NIXL)])
 def test_mistakes_are_told_to_both_sides_and_touch_nothing(tmp_path: Path, kind: str) -> None:
     run_job(mistakes_are_told_to_both_sides, nproc=2, args=[tmp_path, kind])
 
@@ -142,8 +142,8 @@ def test_versions_that_are_kept_serve_rollback_and_late_joiners(tmp_path: Path) 
 # what is damaged, cut short or raised ----------------------------------------------------------------------------
 
 
-class Flipping(holdfast.sync.SharedMemoryTransport):
-    """Shared memory in which a bit of the slot is flipped, once, after the bucket was packed and hashed."""
+class Flipping(SlotTransport):
+    """Slots in which a bit of the slot is flipped, once, after the bucket was packed and hashed."""
 
     bucket = 5
 
@@ -181,7 +181,7 @@ def damage_is_caught(place: str, streams: str) -> None:
         return
     into = whole_of(0)
     streaming = streams == "True"
-    with holdfast.sync.Receiver(transport_of("shared memory", Path(place))) as receiver:
+    with holdfast.sync.Receiver(transport_of("slots", Path(place))) as receiver:
         with pytest.raises(CheckpointCorrupt, match="did not arrive as it was sent"):
             receiver.receive(into, timeout=TIMEOUT_S, streaming=streaming)
         assert receiver.version is None
@@ -203,14 +203,14 @@ def test_a_flipped_bit_is_caught_and_the_next_version_goes_through(tmp_path: Pat
 def functions_are_called(place: str) -> None:
     publishes, group, mesh = roles(2)
     if publishes:
-        with holdfast.sync.Publisher(transport_of("gloo", Path(place), group), bucket_bytes=2048) as publisher:
+        with holdfast.sync.Publisher(transport_of("slots", Path(place), group), bucket_bytes=2048) as publisher:
             for version in (1, 2):
                 publisher.publish(sharded(whole_of(version), mesh, 0), version, timeout=TIMEOUT_S)  # type: ignore[arg-type]
             published = publisher.publish({"a": torch.ones(3)}, 3, timeout=TIMEOUT_S)
-            assert (published.receivers, published.lost) == (0, 1)
+            assert (published.receivers, published.lost) == (1, 0)  # it had all of it
             dist.barrier()
         return
-    with holdfast.sync.Receiver(transport_of("gloo", Path(place))) as receiver:
+    with holdfast.sync.Receiver(transport_of("slots", Path(place))) as receiver:
         kept: dict[int, dict[str, torch.Tensor]] = {1: {}, 2: {}}
         for version, got in kept.items():
             assert receiver.receive(got.__setitem__, timeout=TIMEOUT_S, streaming=version == 2) == version
@@ -240,7 +240,7 @@ def only_changes_travel(place: str, bypass: str) -> None:
     generator = torch.Generator().manual_seed(7)
     whole = {f"w.{index}": torch.randn(64, 32, generator=generator) for index in range(20)}
     options = {"bucket_bytes": 1 << 16, "delta": True, "full_every": 4, "bypass_cpu": bypass == "True", "receivers": 2}
-    transport = transport_of("shared memory", Path(place), group)
+    transport = transport_of("slots", Path(place), group)
     nbytes = sum(tensor.nbytes for tensor in whole.values())
 
     def change(version: int) -> None:
@@ -283,12 +283,12 @@ def test_only_what_has_changed_travels_and_now_and_then_all_of_it(tmp_path: Path
 # what is left behind ---------------------------------------------------------------------------------------------
 
 
-def nothing_grows(place: str, bypass: str) -> None:
+def nothing_grows(place: str, kind: str) -> None:
     publishes, group, _ = roles(2)
-    transport = transport_of("shared memory", Path(place) / "rendezvous", group)
+    transport = transport_of(kind, Path(place) / "rendezvous", group)
     store, counts = compat.store_of(dist.group.WORLD), []
     if publishes:
-        options: dict[str, Any] = {"bypass_cpu": bypass == "True", "atomic_fleet": bypass == "True"}
+        options: dict[str, Any] = {"atomic_fleet": kind == "slots"}
         with holdfast.sync.Publisher(transport, **options) as publisher:
             for version in range(1, 24):
                 if version == 10:
@@ -309,9 +309,9 @@ def nothing_grows(place: str, bypass: str) -> None:
     assert len(set(counts[2:])) == 1, counts
 
 
-@pytest.mark.parametrize("bypass", [True, False])
-def test_nothing_that_ranks_tell_one_another_is_left_behind(tmp_path: Path, bypass: bool) -> None:
-    run_job(nothing_grows, nproc=3, args=[tmp_path, bypass])
+@pytest.mark.parametrize("kind", ["slots", "shared memory"])
+def test_nothing_that_ranks_tell_one_another_is_left_behind(tmp_path: Path, kind: str) -> None:
+    run_job(nothing_grows, nproc=3, args=[tmp_path, kind])
 
 
 # together with checkpoints ---------------------------------------------------------------------------------------

@@ -16,13 +16,16 @@ answers with `SlotFree`.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import msgspec
 
 from holdfast.format.decoding import prepare_decoding
 
 
 class EngineMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    pass
+    descriptors: ClassVar[int] = 0
+    """How many descriptors it comes with, unless its fields say so (`engine.wire.fd_count`)."""
 
 
 # trainer -> engine ---------------------------------------------------------------------------------------------
@@ -52,6 +55,8 @@ class AttemptLimits(msgspec.Struct, frozen=True, array_like=True):
 
 class AddImage(EngineMessage, frozen=True):
     """Comes with one descriptor: a memfd of ``nbytes`` bytes (multiple of 4096)."""
+
+    descriptors: ClassVar[int] = 1
 
     image: int
     nbytes: int

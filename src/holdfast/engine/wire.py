@@ -78,7 +78,7 @@ def fd_count(message: object) -> int:
         case messages.Remove():
             return 0 if message.module else 1
         case _:
-            return int(isinstance(message, messages.AddImage))
+            return getattr(message, "descriptors", 0)
 
 
 _encoder: Final = msgspec.msgpack.Encoder()

@@ -182,7 +182,7 @@ def _in_models_order(model: Any, state: StateDict, tied: Sequence[Sequence[str]]
     """``state`` as ``model.state_dict()`` has it: in its order, and with all names where some are tied."""
     if any(map(compat.changes_saving, model.modules())):
         return state  # which has the names that hooks give: nobody else knows them
-    expected = list(_saved_names(model))
+    expected = list(saved_names(model))
     known = frozenset(expected)
     standing = {name: other for group in tied for name in group for other in group if other in state}
     unknown = [name for name in state if name not in known]
@@ -198,7 +198,7 @@ def _in_models_order(model: Any, state: StateDict, tied: Sequence[Sequence[str]]
     return {name: state[name] if name in state else state[standing[name]] for name in expected}
 
 
-def _saved_names(model: nn.Module) -> Iterator[str]:
+def saved_names(model: nn.Module) -> Iterator[str]:
     """The names of ``model.state_dict()``, without calling it: it runs hooks of the user's and of FSDP's."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         transient = compat.transient_buffers_of(module)

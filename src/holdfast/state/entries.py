@@ -80,6 +80,8 @@ class TensorEntry(msgspec.Struct, frozen=True, eq=False):
     """Nothing else references its memory, so it can't change and need not be copied."""
     place: WholePlace | None = None
     """``tensor`` is a part of what is stored."""
+    stored_as: str | None = None
+    """Name of the dtype that its values are converted to on the way; None: they stay as they are."""
 
 
 class ObjectEntry(msgspec.Struct, frozen=True, eq=False):
@@ -136,9 +138,14 @@ def joined(path: Path) -> str:
 
 def known_dtype(tensor: torch.Tensor, name: str) -> str:
     """The stored name of ``tensor``'s dtype; `ConfigError` where it can't be stored."""
-    found = _DTYPES.get(tensor.dtype)
+    return dtype_name(tensor.dtype, name)
+
+
+def dtype_name(dtype: torch.dtype, name: str) -> str:
+    """The stored name of ``dtype``; `ConfigError`, naming ``name``, where it can't be stored."""
+    found = _DTYPES.get(dtype)
     if found is None:
-        raise ConfigError(f"{name}: dtype {tensor.dtype} can't be stored; convert the tensor first", field=name)
+        raise ConfigError(f"{name}: dtype {dtype} can't be stored; convert the tensor first", field=name)
     return found
 
 

@@ -53,12 +53,12 @@ def structure_of(collected: Collected, capacities: Mapping[str, int]) -> Structu
                 continue
             layouts.check_part(tensor, entry.place, name, collected.rank)
             layout = layouts.index_of_place(entry.place, name)
-            tensors.append(TensorSpec(name, entry.path, entry.place.shape, known_dtype(tensor, name), layout))
+            tensors.append(TensorSpec(name, entry.path, entry.place.shape, _dtype_of(entry), layout))
             continue
         if compat.is_dtensor(tensor):
             layouts.check_local(tensor, name, collected.rank)
             layout = layouts.index_of(tensor, name)
-        tensors.append(TensorSpec(name, entry.path, tuple(tensor.shape), known_dtype(tensor, name), layout))
+        tensors.append(TensorSpec(name, entry.path, tuple(tensor.shape), _dtype_of(entry), layout))
     if boxed:
         tensors += [_boxed_spec(name, parts, layouts, collected.rank) for name, parts in boxed.items()]
         tensors.sort(key=_name)
@@ -78,7 +78,7 @@ def _boxed_spec(name: str, parts: list[TensorEntry], layouts: LayoutTable, rank:
     for part in parts:
         place = part.place
         assert place is not None
-        if (place.shape, part.tensor.dtype) != (first.place.shape, first.tensor.dtype) or (
+        if (place.shape, _dtype_of(part)) != (first.place.shape, _dtype_of(first)) or (
             place.box is not None and place.box in boxes
         ):
             raise ConfigError(
@@ -88,7 +88,11 @@ def _boxed_spec(name: str, parts: list[TensorEntry], layouts: LayoutTable, rank:
             )
         boxes.append(place.box or Box((0,) * len(place.shape), (0,) * len(place.shape)))
     layout = layouts.add(BoxLayout(rank, tuple((box.offsets, box.sizes) for box in boxes)))
-    return TensorSpec(name, first.path, first.place.shape, known_dtype(first.tensor, name), layout)
+    return TensorSpec(name, first.path, first.place.shape, _dtype_of(first), layout)
+
+
+def _dtype_of(entry: TensorEntry) -> str:
+    return entry.stored_as or known_dtype(entry.tensor, entry.name.partition(SOURCE_MARK)[0])
 
 
 class LayoutTable:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from holdfast.sync.protocol import Published
     from holdfast.sync.publisher import Publisher
-    from holdfast.sync.receiver import Receiver
+    from holdfast.sync.receiver import Receiver, ReceiveStats
     from holdfast.sync.transports.cuda_ipc import CudaIpcTransport
     from holdfast.sync.transports.directory import DirectoryTransport
     from holdfast.sync.transports.nixl import NixlTransport
@@ -31,6 +31,7 @@ _WHERE = {
     "ProcessGroupTransport": "holdfast.sync.transports.process_group",
     "Published": "holdfast.sync.protocol",
     "Publisher": "holdfast.sync.publisher",
+    "ReceiveStats": "holdfast.sync.receiver",
     "Receiver": "holdfast.sync.receiver",
     "SharedMemoryTransport": "holdfast.sync.transports.shared_memory",
 }
@@ -42,6 +43,7 @@ __all__ = [
     "ProcessGroupTransport",
     "Published",
     "Publisher",
+    "ReceiveStats",
     "Receiver",
     "SharedMemoryTransport",
 ]

@@ -1,9 +1,10 @@
 """The interface between `Publisher` / `Receiver`, which users have, and transports. Types only.
 
     Publisher --publishing(options)--> Publishing     sends, or saves, versions; one for the life of a publisher
-    Receiver  --receiving()----------> Receiving      brings a version to a destination; one for the life of a receiver
+    Receiver  --receiving()----------> Receiving      looks for versions, fetches them; one for the life of a receiver
                                           |
-                                          +--> Destination    the user's module, dict or function, for one receive
+                                          +--> Destination       the user's module, dict or function, for one fetch
+                                          +--> FetchedVersion    what is to be committed there
 
 Transports that send buckets over links share one implementation of both halves, above their channels
 (``session/channel.py``). Others, such as a directory of versions, have halves of their own. Publisher and Receiver know
@@ -20,12 +21,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
     from holdfast.coordination.deadline import Deadline
     from holdfast.saver.capture import SharedCaptures
+    from holdfast.state.entries import WholePlace
+    from holdfast.sync.weights.buckets import Wanted
+    from holdfast.sync.weights.pieces import Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +43,8 @@ class PublisherOptions:
     receivers: int = 1
     delta: bool = False
     full_every: int = 16
+    max_blocks: int | None = None
+    rewind: bool = False
     captures: SharedCaptures | None = None
 
 
@@ -69,8 +75,16 @@ class TensorInfo(NamedTuple):
 class Publishing(Protocol):
     """A transport's half on one publisher rank. All ranks call every method alike, on one thread at a time."""
 
-    def publish(self, weights: Callable[[], Mapping[str, torch.Tensor]], version: int, deadline: Deadline) -> Published:
+    def publish(
+        self,
+        weights: Callable[[], Weights],
+        version: int,
+        deadline: Deadline,
+        meta: Mapping[str, Any],
+    ) -> Published:
         """Send, stage or save ``weights`` as ``version``; the same outcome on every rank.
+
+        meta: small plain values that travel with it; those of rank 0.
 
         weights: called once; an error on this rank is told to the others. version: greater than that of any earlier
         `publish`; a half that finds an equal or newer published one raises `ConfigError` before anything is sent.
@@ -98,12 +112,14 @@ class Publishing(Protocol):
 
 
 class Destination(Protocol):
-    """The destination of one version: made for each receive from the user's module, mapping or function.
+    """The destination of one version: made for each fetch from the user's module, mapping or function.
 
-    Call order: `select`, `memory`, `complete` for each name as it becomes complete, and `commit`; or `abandon` at any
-    point, after a failure. By default bytes go to a shadow, and `commit` copies them to the live tensors; with
-    ``streaming``, `memory` returns the live tensors themselves. For a function, both are whole tensors made for it; it
-    is called by `commit`, or with ``streaming`` by `complete`.
+    Call order: `select`, `memory`, `complete` for each name as it becomes complete, and `commit` or `fill`, again if it
+    fails; or `abandon` at any point. The memory is the destination's own from `select` to the commit.
+
+    By default bytes go to a shadow, and `commit` copies them to the live tensors; with ``streaming``, `memory` returns
+    the live tensors themselves. For a function, both are whole tensors made for it; it is called by `commit`, or with
+    ``streaming`` by `complete`.
     """
 
     @property
@@ -130,11 +146,24 @@ class Destination(Protocol):
         """
         ...
 
+    @property
+    def twins(self) -> Mapping[str, str]:
+        """Selected names whose values have to equal those of another selected name: one live tensor has both."""
+        ...
+
+    def wanted(self) -> Sequence[Wanted]:
+        """Return the boxes of the selected names that this process has memory for, an empty one if it has none."""
+        ...
+
     def memory(self, name: str) -> torch.Tensor:
         """Return the tensor (a DTensor if the live one is) to write ``name`` into; undefined content except for `base`.
 
         With ``streaming`` the destination is dirty from here on. For a function it is made on request.
         """
+        ...
+
+    def place(self, name: str) -> WholePlace | None:
+        """Return where `memory` of ``name`` lies in the published tensor; None: it is all of it, or a DTensor."""
         ...
 
     @property
@@ -157,29 +186,81 @@ class Destination(Protocol):
         ...
 
     def commit(self, version: int) -> None:
-        """Make the complete ``version`` the live one; dirty meanwhile, and not afterwards."""
+        """Make the complete ``version`` in `memory` the live one; dirty meanwhile, and not afterwards.
+
+        Raises `StateMismatch`, before anything is written, if live tensors were replaced since `select`.
+        """
+        ...
+
+    def fill(self, version: int, write: Callable[[Mapping[str, torch.Tensor]], None]) -> None:
+        """Make ``version`` the live one, from elsewhere than `memory`; dirty meanwhile, and not afterwards.
+
+        write: fills the tensors that it is called with, by selected name, completely: the live ones, all at once; for a
+        function new ones, one at a time. If it raises, the destination stays dirty.
+        """
         ...
 
     def abandon(self) -> None:
-        """End the receive without a commit. Never raises; leaves `dirty` as it is."""
+        """End the fetch without a commit, or give back memory after one. Never raises; leaves `dirty` as it is."""
+        ...
+
+
+class FetchedVersion(Protocol):
+    """One version for one destination: complete, verified, and not yet live. Held until `release`."""
+
+    @property
+    def version(self) -> int:
+        """Its number."""
+        ...
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """What the publisher gave with it."""
+        ...
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """How long the phases of the fetch took, by name, such as ``wait`` and ``transfer``."""
+        ...
+
+    def commit(self) -> None:
+        """Make it the live one at its destination. After a failure it may be called again, unless `VersionRevoked`."""
+        ...
+
+    def release(self) -> None:
+        """Give up what it holds; idempotent, never raises. `commit` can't be called afterwards."""
         ...
 
 
 class Receiving(Protocol):
-    """A transport's half on one receiver. Called from one thread at a time."""
+    """A transport's half on one receiver. `fetch` is called from one thread at a time; all else from any."""
 
-    def receive(self, destination: Destination, version: int | None, newer_than: int | None, deadline: Deadline) -> int:
-        """Bring one version to ``destination``, commit it there, and return its number.
+    def newest(self, newer_than: int | None) -> int | None:
+        """Return the newest version known that is newer than ``newer_than`` (None: any). No I/O: a thread looks for it.
 
-        version: exactly this one, which may be older. None: the newest that is newer than ``newer_than`` (None: any).
-        Waits for a version that is yet to come. Raises `CheckpointNotFound` for one that was evicted or is older than
-        all kept ones, `StateMismatch`, `CheckpointCorrupt`, `DeadlineExceeded`; the destination is then abandoned, and
-        without ``streaming`` unchanged.
+        One of another incarnation of the publisher is newer, whatever its number. The first call starts that thread.
+        Raises what it met, once.
         """
         ...
 
+    def fetch(
+        self, destination: Destination, version: int | None, newer_than: int | None, deadline: Deadline
+    ) -> FetchedVersion:
+        """Bring one version aside for ``destination``, or with ``streaming`` into it, and verify all of it.
+
+        version: exactly this one, which may be older. None: the newest that is newer than ``newer_than`` (None: any).
+        Waits for a version that is yet to come. Raises `CheckpointNotFound` for one that was evicted or is older than
+        all kept ones, `StateMismatch`, `CheckpointCorrupt`, `DeadlineExceeded`, `FetchCancelled`; the destination is
+        then abandoned, and without ``streaming`` unchanged.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """Make a `fetch` on another thread, or the next one, end with `FetchCancelled`. Doesn't wait for that."""
+        ...
+
     def leave(self) -> None:
-        """Make a waiting `receive` on another thread end with `ConfigError`. Doesn't wait for that; any thread."""
+        """Make a `fetch` on another thread end with `ConfigError`, also one that is yet to come. Doesn't wait."""
         ...
 
     def close(self) -> None:
@@ -189,6 +270,9 @@ class Receiving(Protocol):
 
 class Transport(Protocol):
     """How versions are transferred; passed to `Publisher` and `Receiver`."""
+
+    process_group: Any | None
+    """The publisher's ranks; None: the default group, or one rank."""
 
     def publishing(self, options: PublisherOptions) -> Publishing:
         """Return the half of this publisher rank. Called once by `Publisher`, on every rank. Raises `ConfigError`."""

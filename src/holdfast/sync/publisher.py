@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 from holdfast.coordination.deadline import Deadline
 from holdfast.coordination.store import board_lost_told
 from holdfast.engine.at_exit import close_later, end_at_exit
 from holdfast.errors import ConfigError
 from holdfast.sync.protocol import Published, PublisherOptions
-from holdfast.sync.weights.pieces import named_tensors
+from holdfast.sync.weights.quantized import Quantizer
+from holdfast.sync.weights.transform import MadeWeights, WeightTransform
 from holdfast.validation import STEP_MAX, checked_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Sequence
     from types import TracebackType
 
     import torch
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
     from holdfast.manager import CheckpointManager
     from holdfast.saver.capture import SharedCaptures
     from holdfast.sync.protocol import Transport
+    from holdfast.sync.weights.pieces import Weights
 
 __all__ = ["Published", "Publisher"]
 
@@ -30,6 +35,8 @@ _BYTES_MAX: Final = (1 << 63) - 1
 """Messages between the sides store it in 64 bits."""
 _START_S: Final = 120.0
 """Approximate timeout for all ranks to make a publisher."""
+META_BYTES_MAX: Final = 64 << 10
+"""Size of a version's ``meta``, encoded: it travels with messages, and lies in manifests."""
 
 
 class Publisher:
@@ -44,16 +51,28 @@ class Publisher:
             a time. In host memory buckets are smaller if larger ones gain nothing.
         bypass_cpu: True: `publish` sends from the tensors themselves, stages nothing in host memory, and returns when
             receivers have the version. False: it copies them into host memory and returns; receivers fetch them at any
-            time.
-        keep_versions: number of versions kept in host memory (1 and more; ``bypass_cpu=False`` only), besides pinned
-            ones.
+            time. `SharedMemoryTransport` always does the latter; directories and object stores keep versions anyway.
+        keep_versions: number of versions kept in host memory (1 and more), besides pinned ones.
         atomic_fleet: receivers of a version commit it together or not at all.
         receivers: how many must have joined before the first version is sent directly, or to a fleet (1 and more).
         delta: send only what has changed to a receiver that has an older version.
         full_every: with ``delta``, one of this many versions is sent to a receiver completely, and verified as a whole.
+        max_blocks: blocks of memory at most, each with one version of this rank's bytes, besides pinned ones (more than
+            ``keep_versions``; None: two more). A receiver that holds an older version longer than they suffice gets
+            `VersionRevoked`. `SharedMemoryTransport` only.
+        rewind: versions may begin below those of an earlier publisher at the same rendezvous; receivers then go back.
+            `SharedMemoryTransport` only.
         manager: the `CheckpointManager` that saves these weights, on the same ranks (``bypass_cpu=False`` only). A
             version published between a save and the next update is not copied off the device again: it keeps the whole
             memory of the save's capture until it is evicted. Publish on the training thread.
+        include, exclude: publish only, or leave out, what is at or below these dotted prefixes of published names, or
+            matches these patterns (``"*.lora_*"``); scales go with their values. A word that matches nothing is a
+            `ConfigError`.
+        key_map: what is published instead of the trainer's names and layout, as for `HFExport`; None changes nothing,
+            ``holdfast.export.HFDefault()`` is what `save_pretrained` of the model would write.
+        dtype: floating-point tensors are published in it, as for `HFExport`: ``torch.bfloat16``, ``"float8_e4m3fn"``
+            (with block scales as tensors of their own), …; None leaves each as it is.
+        fp32_keys: regular expressions; published names that one matches are float32, whatever ``dtype``.
     """
 
     def __init__(
@@ -67,7 +86,18 @@ class Publisher:
         delta: bool = False,  # noqa: FBT001, FBT002
         full_every: int = 16,
         manager: CheckpointManager | None = None,
+        *,
+        max_blocks: int | None = None,
+        rewind: bool = False,
+        include: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] | None = None,
+        key_map: Any = None,
+        dtype: torch.dtype | str | None = None,
+        fp32_keys: Sequence[str] = (),
     ) -> None:
+        self._transform = WeightTransform(
+            include=include, exclude=exclude, key_map=key_map, dtype=dtype, fp32_keys=fp32_keys
+        )
         options = PublisherOptions(
             bucket_bytes=_positive("bucket_bytes", bucket_bytes, most=_BYTES_MAX),
             bypass_cpu=checked_flag("bypass_cpu", bypass_cpu),
@@ -76,10 +106,13 @@ class Publisher:
             receivers=_positive("receivers", receivers),
             delta=checked_flag("delta", delta),
             full_every=_positive("full_every", full_every),
+            max_blocks=None if max_blocks is None else _positive("max_blocks", max_blocks),
+            rewind=checked_flag("rewind", rewind),
             captures=None if manager is None else _captures_of(manager, bypass_cpu=bypass_cpu),
         )
         with board_lost_told("making a publisher", _START_S):
             self._half = checked_transport(transport).publishing(options)
+            self._quantizer = Quantizer(transport.process_group) if self._transform.quantizes else None
         self._newest: int | None = None
         self._closed = False
         self._owner = os.getpid()
@@ -92,20 +125,27 @@ class Publisher:
 
     def publish(
         self,
-        weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+        weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | torch.nn.Module,
         version: int,
         timeout: float = 600.0,
+        *,
+        meta: Mapping[str, Any] | None = None,
     ) -> Published:
         """Publish ``weights`` as ``version``. All ranks call it alike.
 
-        With ``bypass_cpu`` returns when every receiver that takes part has committed the version or was given up; until
-        then the tensors must not change. Otherwise returns when they are copied.
+        With ``bypass_cpu`` returns when every receiver that takes part has fetched the version, verified, or was given
+        up; until then the tensors must not change. It doesn't wait for their commits. Otherwise returns when the
+        tensors are copied.
 
         Args:
-            weights: tensors and DTensors by name. Equal plain names on several ranks are replicas of one value; names
-                that only some ranks have are sent by those.
+            weights: tensors and DTensors by name, or `holdfast.Shard` for parts without DTensor; or a module, whose
+                parameters and saved buffers are meant. Equal plain names on several ranks are replicas of one value;
+                names that only some ranks have are sent by those.
             version: an integer >= 0, greater than that of any earlier publish.
             timeout: seconds, for all of it.
+            meta: small plain values that receivers get with the version, such as the training step: None, bool, int,
+                float, str, bytes, and lists and dictionaries of these, with strings as keys; at most 64 KiB. Those of
+                rank 0 count. Tuples arrive as lists.
 
         Raises:
             ConfigError: an invalid argument; a version not greater than the last one, or than what a receiver has from
@@ -118,20 +158,47 @@ class Publisher:
         self._check_open()
         deadline = Deadline.after(checked_seconds("timeout", timeout))
         version = checked_version(version)
+        told: dict[str, Any] = {}
+        refusal: ConfigError | None = None
+        try:
+            told = checked_meta(meta)
+        except ConfigError as error:
+            refusal = error  # raised where the other ranks learn of it
+
+        def made() -> Weights | MadeWeights:
+            if refusal is not None:
+                raise refusal
+            return self._made(weights, version)
+
         with board_lost_told(f"publishing version {version}", timeout):
-            published = self._half.publish(lambda: self._checked(weights, version), version, deadline)
+            published = self._half.publish(lambda: self._ready(made, version, deadline), version, deadline, told)
         self._newest = version
         return published
 
-    def _checked(
-        self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], version: int
-    ) -> dict[str, torch.Tensor]:
+    def _ready(self, make: Callable[[], Weights | MadeWeights], version: int, deadline: Deadline) -> Weights:
+        """Return what travels. Raises what is wrong with it, here or on a rank that it is quantized with."""
+        quantizer = self._quantizer
+        try:
+            made = make()
+        except BaseException as error:
+            if quantizer is not None:
+                quantizer.fail(error, version)
+            raise
+        if not isinstance(made, MadeWeights):
+            return made
+        assert quantizer is not None, "there is one if anything is to be quantized"
+        return quantizer.quantized(made, version, deadline)
+
+    def _made(self, weights: Any, version: int) -> Weights | MadeWeights:
         if self._newest is not None and version <= self._newest:
             raise ConfigError(
                 f"version {version} isn't greater than {self._newest}, which was published before; versions only go up",
                 field="version",
             )
-        return named_tensors(weights)
+        made = self._transform.of(weights)
+        if self._quantizer is not None and not isinstance(made, MadeWeights):
+            raise ConfigError("weights is empty on this rank, but fp8 needs all names on all ranks", field="weights")
+        return made
 
     def pin(self, version: int) -> None:
         """Keep ``version`` until it is unpinned. Raises `CheckpointNotFound` if it isn't kept."""
@@ -157,6 +224,9 @@ class Publisher:
         if not self._closed:
             self._closed = True
             self._half.close()
+            self._transform.forget()
+            if self._quantizer is not None:
+                self._quantizer.close()
             self._stay_at_exit()
 
     def __enter__(self) -> Self:
@@ -173,6 +243,43 @@ def checked_version(version: object) -> int:
     if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version <= STEP_MAX:
         raise ConfigError(f"version must be an integer from 0 to 2**63 - 1, not {version!r}", field="version")
     return version
+
+
+def checked_meta(meta: object) -> dict[str, Any]:
+    """Return ``meta`` as receivers get it; raise `ConfigError` for what isn't small or plain, naming it."""
+    if meta is None:
+        return {}
+    if not isinstance(meta, Mapping):
+        raise ConfigError(f"meta must be a mapping of names to plain values, not {meta!r:.200}", field="meta")
+    try:
+        plain: dict[str, Any] = _plain(meta, "meta")
+        nbytes = len(msgspec.msgpack.encode(plain))
+    except (OverflowError, RecursionError, UnicodeError) as error:
+        raise ConfigError(f"meta can't be encoded: {error}", field="meta") from error
+    if nbytes > META_BYTES_MAX:
+        raise ConfigError(
+            f"meta takes {nbytes:,} bytes, at most {META_BYTES_MAX:,} travel with a version: publish tensors among the "
+            "weights, and keep the rest elsewhere",
+            field="meta",
+        )
+    return plain
+
+
+def _plain(value: Any, where: str) -> Any:
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return value
+    if isinstance(value, Mapping):
+        for key in value:
+            if type(key) is not str:
+                raise ConfigError(f"{where} has the key {key!r:.80}; keys must be strings", field="meta")
+        return {key: _plain(one, f"{where}[{key!r}]") for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one, f"{where}[{place}]") for place, one in enumerate(value)]
+    raise ConfigError(
+        f"{where} is a {type(value).__name__}; expected None, bool, int, float, str, bytes, or lists and dictionaries "
+        "of these (`.item()` makes a number of a tensor or an array element)",
+        field="meta",
+    )
 
 
 def checked_transport(transport: Any) -> Transport:

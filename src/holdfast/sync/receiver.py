@@ -1,51 +1,116 @@
-"""`Receiver`, the receiver's public class: checks arguments and keeps the current version."""
+"""`Receiver`, the receiver's public class: fetch a version aside, commit it at a pause.
+
+    poll()    what a watcher has learnt; no I/O
+    fetch()   the transport's half brings a version aside -> held -+
+    commit()  the held version is made the live one              <-+    (``receive`` is both)
+
+Three locks: one for the turn of `fetch`; one for whoever writes to live tensors, a commit or a streaming fetch; and one
+for the state, held for moments only. `version`, `meta`, `fetched` and `dirty` are read under the last.
+
+Guarantees: one fetched version is held until it is committed, replaced by another one that was fetched, or the receiver
+is closed. A failed fetch changes nothing but what it streamed; after a failed commit the version is held again.
+Does not: move bytes (the transport's half), know the user's tensors (``weights.apply``).
+"""
 
 from __future__ import annotations
 
 import functools
 import os
 import threading
+import time
+import weakref
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+from holdfast import events
 from holdfast.coordination.deadline import Deadline
 from holdfast.coordination.store import board_lost_told
 from holdfast.engine.at_exit import close_later, end_at_exit
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, FetchCancelled
 from holdfast.sync.publisher import checked_flag, checked_transport, checked_version
 from holdfast.sync.weights.apply import TargetFactory
+from holdfast.sync.weights.names import NameChoice
 from holdfast.validation import checked_seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
     from types import TracebackType
 
     from typing_extensions import Self
 
-    from holdfast.sync.protocol import Destination, Receiving, Transport
+    from holdfast.sync.protocol import Destination, FetchedVersion, Receiving, Transport
 
 _CLOSE_S: Final = 10.0
-"""How long `close` waits for a receive on another thread, which normally stops sooner unless in the user's function."""
+"""How long `close` waits for a fetch or a commit on another thread, which end sooner unless in the user's function."""
+_NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveStats:
+    """How long the version took that was fetched last.
+
+    fetch_s: all of `fetch`. phases: parts of it in seconds, by name: ``wait``, until the version was there and began to
+    come; ``transfer``, until all of it was there and verified. commit_s: `commit`; None until then.
+    """
+
+    version: int
+    fetch_s: float
+    phases: Mapping[str, float] = field(default_factory=lambda: _NOTHING)
+    commit_s: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A fetched version, and where it is to go."""
+
+    fetched: FetchedVersion
+    destination: Destination
+    stats: ReceiveStats
 
 
 class Receiver:
     """Receives published weights in this process, one complete version at a time.
 
-    Make one per receiving process; a context manager. For one thread at a time; any thread may read `version` and
-    `dirty`, or call `close`.
+    Make one per receiving process; a context manager. `fetch` and `receive` are for one thread at a time; any thread
+    may use all else.
 
     Args:
         transport: how versions are transferred; the same kind as the publisher's, with the same rendezvous or
             directory.
+        into: where versions go unless a call says otherwise: an ``nn.Module`` (its parameters must equal the published
+            ones; buffers may be published), a dictionary of tensors (exactly the published ones), or a function
+            ``apply(name, tensor)`` that is called with every complete tensor. DTensors receive their own part, and so
+            does a `holdfast.Shard` in a dictionary.
+        include, exclude: receive only, or leave out, the published names at or below these dotted prefixes, or that
+            match these patterns (``"*.lora_*"``); the rest of ``into`` keeps its values. Of the names that are chosen,
+            ``into`` has to have exactly the published ones. A word that matches nothing is a `ConfigError`.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        into: Any = None,
+        *,
+        include: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] | None = None,
+    ) -> None:
+        choice = NameChoice(include, exclude)
         self._half = checked_transport(transport).receiving()
-        self._applier = TargetFactory()
+        self._into = into
+        self._applier = TargetFactory(choice)
         self._version: int | None = None
+        self._meta: Mapping[str, Any] = _NOTHING
+        self._stats: ReceiveStats | None = None
         self._dirty = False
-        self._closed = False
-        self._turn = threading.Lock()
+        """Something that failed has left the weights a mix."""
+        self._held: _Held | None = None
+        self._committing: _Held | None = None
         self._under_way: Destination | None = None
+        self._cancelled = self._closed = False
+        self._turn, self._writing, self._state = threading.Lock(), threading.Lock(), threading.RLock()
         self._thread: int | None = None
+        self._writer: int | None = None
         self._owner = os.getpid()
         self._stay_at_exit = end_at_exit(self, lambda receiver, _: receiver.close())
 
@@ -54,100 +119,306 @@ class Receiver:
         if not getattr(self, "_closed", True) and os.getpid() == self._owner:
             close_later("a Receiver", functools.partial(_close, self._half))
 
+    # What it has. ------------------------------------------------------------------------------------------------
+
     @property
     def version(self) -> int | None:
         """The version that was committed last; None before the first. While `dirty`, it is no longer complete."""
-        return self._version
+        with self._state:
+            return self._version
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """What `Publisher.publish` was given as ``meta`` with `version`; empty before the first."""
+        with self._state:
+            return self._meta
+
+    @property
+    def fetched(self) -> int | None:
+        """The version that was fetched and is not committed yet; None if there is none."""
+        with self._state:
+            waiting = self._waiting
+            return None if waiting is None else waiting.fetched.version
+
+    @property
+    def stats(self) -> ReceiveStats | None:
+        """How long the version took that was fetched last; None before the first."""
+        with self._state:
+            return self._stats
 
     @property
     def dirty(self) -> bool:
-        """True while the weights may be a mix of versions: don't serve them. Ended only by a successful receive."""
-        under_way = self._under_way
-        return self._dirty or (under_way is not None and under_way.dirty)
+        """True while the weights may be a mix of versions: don't serve them. Ended only by a successful commit."""
+        with self._state:
+            held = [one.destination for one in (self._held, self._committing) if one is not None]
+            parts = held if self._under_way is None else [*held, self._under_way]
+            return self._dirty or any(part.dirty for part in parts)
 
-    def receive(
-        self,
-        into: Any,
-        version: int | None = None,
-        timeout: float = 600.0,
-        streaming: bool = False,  # noqa: FBT001, FBT002
+    @property
+    def _waiting(self) -> _Held | None:
+        return self._held or self._committing
+
+    def poll(self) -> int | None:
+        """Return the newest version that can be fetched and is newer than what was fetched; None if none is known.
+
+        No I/O: a thread looks for versions, started by the first call, which returns None. It knows of a new one after
+        a hundredth of a second with transports that connect, half a second in a directory, and five seconds on an
+        object store. What a restarted publisher has published is new, whatever its number.
+
+        Raises what that thread met, once.
+        """
+        self._check_open()
+        with self._state:
+            waiting = self._waiting
+            # After a failed commit `fetch` may bring the same version again, but it is no news.
+            newer_than = self._newer_than(self._version) if waiting is None else waiting.fetched.version
+        return self._half.newest(newer_than)
+
+    # Fetch. ------------------------------------------------------------------------------------------------------
+
+    def fetch(
+        self, version: int | None = None, *, into: Any = None, streaming: bool = False, timeout: float = 600.0
     ) -> int:
-        """Receive one version into ``into`` and commit it there; return its number when all of it is in place.
+        """Bring one version aside and verify it, while the weights are in use; return its number.
+
+        It is held until `commit` makes it live; another successful fetch replaces it, a failed one doesn't.
 
         Args:
-            into: an ``nn.Module`` (its parameters must equal the published ones; buffers may be published), a
-                dictionary of tensors (exactly the published ones), or a function ``apply(name, tensor)`` that is called
-                with every complete tensor. DTensors receive their own part.
             version: exactly this version, which may be an older one that is kept; None: the newest that is newer than
-                what this receiver has. Waits for one that is yet to come.
-            timeout: seconds, for all of it.
-            streaming: write straight into ``into`` instead of a shadow that is copied at the end. Needs no memory, but
-                the weights are `dirty` from the first byte until the version is complete, also after a failure.
+                what was fetched. Waits for one that is yet to come.
+            into: where it is to go; None: where the receiver was told.
+            streaming: write straight into the live tensors, or call the function, as bytes come. Needs no memory, but
+                the weights are `dirty` from the first byte until the commit, also after a failure. Waits for a commit
+                on another thread, which can't begin meanwhile.
+            timeout: seconds. A transfer over links that has begun by then goes on while bytes keep coming.
 
         Raises:
             StateMismatch: ``into`` doesn't match what is published. CheckpointNotFound: ``version`` isn't kept any
                 more.
             CheckpointCorrupt: bytes did not arrive as they were sent. PeerLost: a publisher rank ended.
-            DeadlineExceeded: no version in time. ConfigError: an invalid argument, or the published version is older
-                than what this receiver has.
-            Errors of ``apply``. In each case `version` is unchanged, and without ``streaming`` so are the weights,
-                unless a
-            function or the copying itself failed half way (then `dirty` is True).
+            DeadlineExceeded: no version in time. FetchCancelled: `cancel` was called. ConfigError: an invalid argument,
+                or the published version is older than what this receiver has.
         """
-        self._check_open()
+        with self._state:
+            waiting = self._waiting
+            newest = self._version if waiting is None else waiting.fetched.version
+        return self._fetch(version, newest, into, streaming, Deadline.after(checked_seconds("timeout", timeout)))
+
+    def receive(
+        self,
+        into: Any = None,
+        version: int | None = None,
+        timeout: float = 600.0,
+        streaming: bool = False,  # noqa: FBT001, FBT002
+    ) -> int:
+        """Fetch one version and commit it; return its number when all of it is in place.
+
+        The arguments are those of `fetch`; with no ``version`` it brings the newest that is newer than `version`, also
+        if that is held already. Raises what `fetch` and `commit` raise, among it errors of a function. In each case
+        `version` is unchanged, and without ``streaming`` so are the weights, unless a function or the copying itself
+        failed half way (then `dirty` is True).
+        """
         deadline = Deadline.after(checked_seconds("timeout", timeout))
+        self._fetch(version, self._version, into, streaming, deadline)
+        return self._commit(deadline)
+
+    def _fetch(self, version: int | None, newest: int | None, into: Any, streaming: bool, deadline: Deadline) -> int:  # noqa: FBT001
+        self._check_open()
         if version is not None:
             version = checked_version(version)
         streaming = checked_flag("streaming", streaming)
+        if (into := self._into if into is None else into) is None:
+            raise ConfigError(
+                "into: nothing says where the version is to go; give it to the Receiver, or to this call", field="into"
+            )
         if not self._turn.acquire(blocking=False):
             raise ConfigError(
                 "this receiver is receiving already, on another thread; make a receiver for each thread",
                 field="receiver",
             )
         try:
-            self._check_open()
-            self._thread = threading.get_ident()
-            with board_lost_told("receiving a version", timeout):
-                return self._receive(into, version, deadline, streaming=streaming)
+            with self._state:
+                self._check_open()
+                self._thread, self._cancelled = threading.get_ident(), False
+            with board_lost_told("receiving a version", deadline.timeout_s):
+                if not streaming:
+                    return self._bring(version, newest, into, deadline, streaming=False)
+                self._take_writing(deadline)
+                try:
+                    return self._bring(version, newest, into, deadline, streaming=True)
+                finally:
+                    self._let_writing_go()
         finally:
-            self._thread = None
+            with self._state:
+                self._thread = None
             self._turn.release()
 
-    def _receive(self, into: Any, version: int | None, deadline: Deadline, *, streaming: bool) -> int:
-        destination = self._applier.destination(into, streaming=streaming, committed=self._has_committed)
-        newer_than = self._version
-        if self._dirty and newer_than is not None:
-            newer_than -= 1  # its version is no longer complete: the same one may be received again
-        self._under_way = destination
+    def _bring(self, version: int | None, newest: int | None, into: Any, deadline: Deadline, *, streaming: bool) -> int:
+        began = time.monotonic()
+        while True:
+            destination = self._applier.destination(into, streaming=streaming, committed=self._tell_committed())
+            with self._state:
+                self._under_way = destination
+                newer_than = self._newer_than(newest)
+            try:
+                fetched = self._half.fetch(destination, version, newer_than, deadline)
+                break
+            except BaseException as error:
+                with self._state:
+                    self._under_way = None
+                    # One that fails before it has changed anything leaves the weights as dirty as they were.
+                    self._dirty = self._dirty or destination.dirty
+                    if isinstance(error, FetchCancelled) and not self._cancelled:
+                        continue  # it was meant for the fetch before, which had just ended
+                raise
+        stats = ReceiveStats(fetched.version, time.monotonic() - began, MappingProxyType(dict(fetched.seconds)))
+        self._hold(_Held(fetched, destination, stats))
+        wait_s, transfer_s = stats.phases.get("wait", 0.0), stats.phases.get("transfer", 0.0)
+        events.emit("sync.fetched", step=stats.version, fetch_s=stats.fetch_s, wait_s=wait_s, transfer_s=transfer_s)
+        return stats.version
+
+    def _newer_than(self, newest: int | None) -> int | None:
+        """Return what a version is to be newer than; one that is no longer complete may come again."""
+        return newest - 1 if newest is not None and self._dirty else newest
+
+    def _hold(self, held: _Held) -> None:
+        with self._state:
+            was_closed, before = self._closed, self._held
+            self._under_way, self._stats, self._held = None, held.stats, None if was_closed else held
+            # What streamed and isn't committed has left its bytes there.
+            self._dirty = self._dirty or (before is not None and before.destination.dirty)
+        for given_up in (before, held if was_closed else None):
+            if given_up is not None:
+                given_up.fetched.release()
+        self._check_open()
+
+    def cancel(self) -> None:
+        """Make a `fetch` or `receive` on another thread end with `FetchCancelled`; does nothing if there is none.
+
+        Doesn't wait for that. One that has just brought all of its version may still succeed.
+        """
+        with self._state:
+            if self._thread is None:
+                return
+            self._cancelled = True
+        self._half.cancel()
+
+    # Commit. -----------------------------------------------------------------------------------------------------
+
+    def commit(self) -> int:
+        """Make the fetched version the live one, where `fetch` was told; return its number.
+
+        Call it at a pause: nobody may read the weights meanwhile. It receives nothing, so it takes as long as copying.
+
+        Raises:
+            ConfigError: nothing was fetched, or another thread writes to the weights.
+            StateMismatch: a tensor was replaced by another one since `fetch`; nothing was changed.
+            Errors of a function, and of ``load_state_dict``. The version is then held again, for another try, unless
+            another one was fetched meanwhile; and the receiver is `dirty` if anything was written.
+        """
+        self._check_open()
+        return self._commit(None)
+
+    def _commit(self, deadline: Deadline | None) -> int:
+        self._take_writing(deadline)
         try:
-            return self._half.receive(destination, version, newer_than, deadline)
+            with self._state:
+                self._check_open()
+                held, self._held = self._held, None
+                self._committing = held
+            if held is None:
+                raise ConfigError("there is no fetched version to commit; fetch one first", field="version")
+            began = time.monotonic()
+            try:
+                held.fetched.commit()
+            except BaseException:
+                self._put_back(held)
+                raise
+            stats = replace(held.stats, commit_s=time.monotonic() - began)
+            with self._state:
+                self._committing = None
+                if self._stats is held.stats:
+                    self._stats = stats
+            held.fetched.release()
         finally:
-            # A receive that fails before it has changed anything leaves the weights as dirty as they were.
-            self._dirty = self._dirty or destination.dirty
-            self._under_way = None
+            self._let_writing_go()
+        events.emit("sync.committed", step=stats.version, fetch_s=stats.fetch_s, commit_s=stats.commit_s)
+        return stats.version
+
+    def _tell_committed(self) -> Callable[[int], None]:
+        """Return what a destination calls once its version is in place; it keeps no receiver alive."""
+        known = weakref.WeakMethod(self._has_committed)
+
+        def tell(version: int) -> None:
+            has_committed = known()
+            if has_committed is not None:
+                has_committed(version)
+
+        return tell
 
     def _has_committed(self, version: int) -> None:
-        self._version, self._dirty = version, False
+        with self._state:
+            held, self._committing = self._committing, None
+            self._version, self._dirty = version, False
+            self._meta = _NOTHING if held is None else MappingProxyType(dict(held.fetched.meta))
+
+    def _put_back(self, held: _Held) -> None:
+        with self._state:
+            self._committing = None
+            self._dirty = self._dirty or held.destination.dirty
+            is_wanted = self._held is None and not self._closed
+            if is_wanted:
+                self._held = held
+        if not is_wanted:
+            held.fetched.release()
+
+    def _take_writing(self, deadline: Deadline | None) -> None:
+        """Become the one who writes to live tensors; waits until the deadline, with None not at all."""
+        is_own = self._writer == threading.get_ident()
+        if not self._writing.acquire(timeout=0.0 if deadline is None or is_own else deadline.left_s()):
+            if deadline is not None and not is_own:
+                raise deadline.exceeded("a commit on another thread to end", "see where it hangs")
+            raise ConfigError(
+                "the weights are being written to, by a commit or a fetch with streaming=True; wait for that first",
+                field="receiver",
+            )
+        self._writer = threading.get_ident()
+
+    def _let_writing_go(self) -> None:
+        self._writer = None
+        self._writing.release()
+
+    # The end. ----------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("this receiver is closed; make a new one", field="receiver")
 
     def close(self) -> None:
-        """Leave: the publisher stops waiting for this receiver. Idempotent.
+        """Leave: the publisher stops waiting for this receiver, and what is held is given up. Idempotent.
 
-        A `receive` that waits, on another thread, ends with a `ConfigError`.
+        A `fetch` that waits, on another thread, ends with a `ConfigError`.
         """
-        if self._closed:
-            return
-        self._closed = True
+        with self._state:
+            if self._closed:
+                return
+            self._closed = True
         self._half.leave()
-        waits = self._thread != threading.get_ident() and self._turn.acquire(timeout=_CLOSE_S)
+        me, deadline = threading.get_ident(), Deadline.after(_CLOSE_S)
+        waits = [
+            lock
+            for lock, holder in ((self._turn, self._thread), (self._writing, self._writer))
+            if holder != me and lock.acquire(timeout=deadline.left_s())
+        ]
         try:
+            with self._state:
+                held, self._held = self._held, None
+            if held is not None:
+                held.fetched.release()
             self._half.close()
         finally:
-            if waits:
-                self._turn.release()
+            for lock in waits:
+                lock.release()
             self._stay_at_exit()
 
     def __enter__(self) -> Self:

@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from slots import ReceiveSlots, SlotTransport
 
 from holdfast.coordination.deadline import Deadline
 from holdfast.errors import PeerLost
-from holdfast.sync import Publisher, Receiver, SharedMemoryTransport
-from holdfast.sync.transports.shared_memory import ReceiveSlots
+from holdfast.sync import Publisher, Receiver
 
 TIMEOUT_S = 120.0
 
@@ -50,12 +50,12 @@ class Wrong(ReceiveSlots):
 
 
 def test_the_next_bucket_is_fetched_while_one_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.sync.transports.shared_memory.ReceiveSlots", Fetching)
+    monkeypatch.setattr("slots.ReceiveSlots", Fetching)
     Fetching.fetched.clear()
     into = {name: torch.zeros_like(tensor) for name, tensor in weights(0).items()}
-    with Publisher(SharedMemoryTransport(tmp_path), 128, bypass_cpu=False) as publisher:
+    with Publisher(SlotTransport(tmp_path), 128, bypass_cpu=False) as publisher:
         publisher.publish(weights(1), 1)
-        with Receiver(SharedMemoryTransport(tmp_path)) as receiver:
+        with Receiver(SlotTransport(tmp_path)) as receiver:
             assert receiver.receive(into, timeout=TIMEOUT_S) == 1
     assert all(torch.equal(into[name], tensor) for name, tensor in weights(1).items())
     assert Fetching.fetched  # of 128 buckets
@@ -65,11 +65,11 @@ def test_the_next_bucket_is_fetched_while_one_is_unpacked(tmp_path: Path, monkey
 def test_who_was_given_up_is_told_so_and_not_that_bytes_are_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.sync.transports.shared_memory.ReceiveSlots", Wrong)
+    monkeypatch.setattr("slots.ReceiveSlots", Wrong)
     into = {name: torch.zeros_like(tensor) for name, tensor in weights(0).items()}
-    with Publisher(SharedMemoryTransport(tmp_path), bypass_cpu=False) as publisher:
+    with Publisher(SlotTransport(tmp_path), bypass_cpu=False) as publisher:
         publisher.publish(weights(1), 1)
-        with Receiver(SharedMemoryTransport(tmp_path)) as receiver:
+        with Receiver(SlotTransport(tmp_path)) as receiver:
             Wrong.links = receiver._half._connection.links
             with pytest.raises(PeerLost, match="publisher rank 0 was lost while it sent version 1"):
                 receiver.receive(into, timeout=TIMEOUT_S)

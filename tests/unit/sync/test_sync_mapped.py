@@ -7,11 +7,11 @@ import os
 import warnings
 
 import pytest
+from slots import ReceiveSlots
 
 from holdfast.coordination.deadline import Deadline
 from holdfast.format.manifest import PAGE_BYTES
 from holdfast.sync.session.channel import SLOTS
-from holdfast.sync.transports.shared_memory import ReceiveSlots
 
 
 def test_mapping_is_silent_leaves_the_filters_alone_and_outlives_its_descriptor(

@@ -12,7 +12,7 @@ from holdfast.coordination.board import LocalBoard
 from holdfast.coordination.deadline import Deadline
 from holdfast.coordination.failure import RankFailure
 from holdfast.errors import ConfigError, DeadlineExceeded
-from holdfast.sync.session.publish import RankSpec, SpecExchange
+from holdfast.sync.weights.agreed import RankSpec, SpecExchange
 from holdfast.sync.weights.pieces import WeightsSpec
 
 TIMEOUT_S = 120.0

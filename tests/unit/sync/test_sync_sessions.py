@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from slots import SendSlots, SlotTransport
 
 from holdfast.coordination.store import BoardLost
 from holdfast.errors import (
@@ -30,11 +31,10 @@ from holdfast.errors import (
     StateMismatch,
     WeightsDirty,
 )
-from holdfast.sync import Publisher, Receiver, SharedMemoryTransport
+from holdfast.sync import Publisher, Receiver
 from holdfast.sync.session import messages
 from holdfast.sync.session.links import Link
 from holdfast.sync.session.rendezvous import PLACES, DirectoryRendezvous, Places
-from holdfast.sync.transports.shared_memory import SendSlots
 
 TIMEOUT_S = 120.0
 Start = Callable[..., "Future[Any]"]
@@ -46,8 +46,8 @@ def start() -> Iterator[Start]:
         yield pool.submit
 
 
-def transport(place: Path, peer_timeout_s: float = 5.0) -> SharedMemoryTransport:
-    return SharedMemoryTransport(place, peer_timeout_s=peer_timeout_s)
+def transport(place: Path, peer_timeout_s: float = 5.0) -> SlotTransport:
+    return SlotTransport(place, peer_timeout_s=peer_timeout_s)
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
@@ -366,7 +366,7 @@ def test_a_member_that_falls_silent_is_given_up(tmp_path: Path, start: Start) ->
 
     with Publisher(transport(tmp_path, 0.6)) as publisher, Receiver(transport(tmp_path)) as receiver:
         published = start(publisher.publish, weights(1), 1, TIMEOUT_S)
-        received = start(receiver.receive, sleep, None, TIMEOUT_S)
+        received = start(receiver.receive, sleep, None, TIMEOUT_S, True)
         assert (published.result().receivers, published.result().lost) == (0, 1)
         over.set()
         assert received.result() == 1  # it had all of it
@@ -422,11 +422,11 @@ def test_options_that_cannot_be_are_refused_by_name(tmp_path: Path, options: dic
 
 def test_calls_that_cannot_be_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="transport"):
-        Receiver(SharedMemoryTransport)  # type: ignore[arg-type]
+        Receiver(SlotTransport)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="rendezvous"):
-        SharedMemoryTransport(None)
+        SlotTransport(None)
     with pytest.raises(ConfigError, match="peer_timeout_s"):
-        SharedMemoryTransport(tmp_path, peer_timeout_s=0)
+        SlotTransport(tmp_path, peer_timeout_s=0)
     publisher, receiver = Publisher(transport(tmp_path)), Receiver(transport(tmp_path))
     for version in (-1, True, "1", 2**63):
         with pytest.raises(ConfigError, match="version"):

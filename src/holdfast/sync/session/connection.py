@@ -1,8 +1,13 @@
 """Connect to all ranks of a publisher, receive their messages, and detect lost ranks.
 
-Guarantees: no wait is longer than its deadline, and in a session none longer than a peer may be silent. A rank whose
-link ends, or that is silent when a message is due, is a `PeerLost` that names it.
-Assumes: one thread, that of `Receiver.receive`.
+    Connection     links to all ranks, for the thread that fetches
+    NewestOnLinks  a link to rank 0, for the thread that looks for new versions
+
+Guarantees: no wait is longer than its deadline, and in a session none longer than a peer may be silent. A session that
+has begun in time goes on past its deadline while something comes at least every `STALL_S`: else a receiver that polls
+with a short timeout would never get anything, and make all others of its sessions begin again. A rank whose link ends,
+or that is silent when a message is due, is a `PeerLost` that names it.
+Assumes: one thread each.
 Does not: know the content of a session (``session.fetcher``).
 """
 
@@ -18,11 +23,21 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from holdfast.coordination.deadline import Deadline
+from holdfast.coordination.store import BoardLost
 from holdfast.errors import DeadlineExceeded, HoldfastError, PeerLost
 from holdfast.sync.session import messages
 from holdfast.sync.session.futures import BlockingCall, CloseSignal, beat_interval_s
 from holdfast.sync.session.links import Ended, EventLoop, Link, connect
-from holdfast.sync.session.rendezvous import PLACES, ListenAddress, Places, RendezvousClient, Unanswered, this_machine
+from holdfast.sync.session.rendezvous import (
+    PLACES,
+    ListenAddress,
+    Places,
+    RendezvousClient,
+    Unanswered,
+    open_rendezvous,
+    this_machine,
+)
+from holdfast.sync.watcher import Sighting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +52,12 @@ _GET_S_MIN: Final = 0.2
 _LOOK_S_MIN: Final = 0.01
 _LOOK_S_MAX: Final = 0.05
 """Poll interval: waiting receivers should find a publisher at almost the same time (`coordinator.SETTLE_S`)."""
+STALL_S: Final = 2.0
+"""How long nothing may come, once the deadline of a session has passed."""
+_WATCH_S: Final = 1.0
+"""How long a look waits for news."""
+_WATCH_PAUSE_S: Final = (0.02, 0.25)
+"""Shortest and longest pause between two looks for a publisher."""
 _numbers = itertools.count(1)
 _M = TypeVar("_M")
 
@@ -75,6 +96,8 @@ class Connection:
         self._peer_timeout_s = peer_timeout_s
         self._beat_s = beat_interval_s(peer_timeout_s)
         self._beat_at = 0.0
+        self._moved_at = 0.0
+        """When the last message about the session, other than a beat, arrived."""
         self.tables = [Told("", ())] * len(places.ranks)
         self.plans = [Told("", ())] * len(places.ranks)
         self._aborted: dict[int, SessionAborted] = {}
@@ -114,6 +137,7 @@ class Connection:
     def begin(self, session: int, version: int) -> None:
         """Start a session: only its messages are received from now on, and silence counts. Raises `SessionAborted`."""
         self.session, self.version, self.phase = session, version, "begin"
+        self._moved_at = time.monotonic()
         for link in self.links:
             link.expect()
         aborted = self._aborted.get(session)
@@ -194,17 +218,25 @@ class Connection:
         self._leaving.check()
         self.beat()
         if not self._ended or (only_rank and rank not in self._ended):
-            self._hear(min(deadline.left_s(), self._beat_s))
+            self._hear(min(self._left_s(deadline), self._beat_s))
         for other, why in self._ended.items():
             if other == rank or not only_rank:
                 raise self._gone(other, why)
-        if deadline.passed():
+        if self._left_s(deadline) <= 0.0:
             raise deadline.exceeded(
                 f"{what} of publisher rank {rank} (phase: {self.phase})",
                 "look at the publisher's log, or raise the timeout of receive",
             )
         if self.session and link.silent_s > self._peer_timeout_s:
             raise self._gone(rank, f"it was silent for {link.silent_s:.1f} s")
+
+    def _left_s(self, deadline: Deadline) -> float:
+        going_s = self._moved_at + STALL_S - time.monotonic() if self.session else 0.0
+        return max(deadline.left_s(), going_s)
+
+    def at_least(self, deadline: Deadline) -> Deadline:
+        """Return ``deadline``, or one that leaves a session in progress the time for its next step."""
+        return deadline if deadline.left_s() > STALL_S else Deadline(deadline.timeout_s, time.monotonic() + STALL_S)
 
     def beat(self) -> None:
         """Send heartbeats to all ranks; called regularly in a session."""
@@ -229,6 +261,7 @@ class Connection:
             elif not isinstance(said, messages.Beat):
                 self._learn(rank, said)
                 self._heard[rank].append(said)
+                self._moved_at = time.monotonic()
         if self.session in self._aborted:
             raise self._aborted.pop(self.session)
         return was_any
@@ -298,3 +331,64 @@ def meet(
             )
         leaving.sleep(min(pause_s, deadline.left_s()))
         pause_s = min(pause_s * 1.5, _LOOK_S_MAX)
+
+
+class NewestOnLinks:
+    """Learns of the newest version from rank 0 of the publisher at a rendezvous; implements `Lookout`."""
+
+    def __init__(self, rendezvous: Any, *, near_only: bool) -> None:
+        self._hub = EventLoop()
+        self._near_only = near_only
+        self._stopping = CloseSignal()
+        self._rendezvous = open_rendezvous(rendezvous, hosting=False)
+        self._asking = RendezvousClient(self._rendezvous, self._stopping)
+        self._link: Link | None = None
+        self._incarnation = ""
+        self._newest: int | None = None
+        self._pause_s = _WATCH_PAUSE_S[0]
+
+    def look(self) -> Sighting | None:
+        if self._link is None and not self._connect():
+            self._stopping.sleep(self._pause_s)
+            self._pause_s = min(2 * self._pause_s, _WATCH_PAUSE_S[1])
+            return None
+        for heard in self._hub.hear(_WATCH_S):
+            assert isinstance(heard, tuple)
+            link, said = heard
+            if isinstance(said, messages.Newest):
+                self._newest = said.version
+            elif isinstance(said, (Ended, messages.Leave)):
+                self._hub.drop(link)
+                self._link, self._newest = None, None
+        return None if self._newest is None else Sighting(self._newest, self._incarnation)
+
+    def _connect(self) -> bool:
+        """Connect to rank 0 of the publisher that is there now; return False if there is none."""
+        try:
+            found = self._asking.get(PLACES, _CONNECT_S)
+        except BoardLost:  # it may be that the publisher hosts it
+            return False
+        if not found:
+            return False
+        places = msgspec.msgpack.decode(found, type=Places)
+        place = places.ranks[0]
+        try:
+            hosts = _hosts(place, 0, near_only=self._near_only)
+            sock = connect(hosts, place.port, Deadline.after(_CONNECT_S))
+        except OSError:  # it ended; the next one will put its own places there
+            return False
+        self._link = Link(sock, "publisher rank 0", messages.ToReceiver)
+        self._link.send(messages.Watch(places.token))
+        self._hub.add(self._link)
+        self._incarnation, self._newest, self._pause_s = places.incarnation, None, _WATCH_PAUSE_S[0]
+        return True
+
+    def wake(self) -> None:
+        self._stopping.say()
+        self._hub.wake()
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.send(messages.Leave())
+        self._hub.close()
+        self._rendezvous.close()

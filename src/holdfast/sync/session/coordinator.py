@@ -238,6 +238,11 @@ class Coordinator:
     def joined(self) -> None:
         self._joined += 1
 
+    @property
+    def newest(self) -> int | None:
+        """The newest version that receivers can ask for now."""
+        return max(self._offers.available(), default=None)
+
     def rank_joined(self, rank: int, link: Link) -> None:
         self._offers.rank_joined(rank, link)
 
@@ -419,7 +424,8 @@ class Coordinator:
         for member in session.members:
             ask = member.guest.ask.number if member.guest.ask is not None else 0
             member.guest.link.expect()
-            member.guest.link.send(messages.Begin(session.number, session.version, names, ask, session.atomic))
+            begin = messages.Begin(session.number, session.version, names, ask, session.atomic, offered.meta)
+            member.guest.link.send(begin)
         error: HoldfastError | None = None
         try:
             self._sender.send(session, offered.source)

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     import torch
 
     from holdfast.coordination.deadline import Deadline
+    from holdfast.state.entries import WholePlace
     from holdfast.sync.protocol import Destination
     from holdfast.sync.session.channel import Channels, ReceiveChannel
     from holdfast.sync.session.connection import Connection
@@ -60,6 +61,7 @@ class _Selection(NamedTuple):
     """Pieces to receive from each rank, and their destinations."""
 
     tensors: dict[str, torch.Tensor]
+    at: dict[str, WholePlace | None]
     wanted: list[Wanted]
     parts: list[list[PieceBox]]
     digests: list[str]
@@ -131,26 +133,28 @@ class VersionFetcher:
     def _select(self, destination: Destination) -> _Selection:
         digests = tuple(table.digest for table in self._tables)
         if self._published[0] != digests:
-            self._published = digests, _infos(table.items for table in self._tables)
+            self._published = digests, infos_of(table.items for table in self._tables)
         names = destination.select(self._published[1])
         tensors = {name: destination.memory(name) for name in names}
+        at = {name: destination.place(name) for name in names}
         known = self._selected[1] if self._selected is not None and self._selected[0] == digests else None
         if known is not None and not destination.streaming:
             before = known.tensors
-            if len(before) == len(tensors) and all(before.get(name) is tensor for name, tensor in tensors.items()):
+            is_same = len(before) == len(tensors) and at == known.at
+            if is_same and all(before.get(name) is tensor for name, tensor in tensors.items()):
                 return known
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        wanted, places = places_of(tensors, rank=rank)
+        wanted, places = places_of(tensors, at, rank=rank)
         if known is not None and known.wanted == wanted:
-            return known._replace(tensors=tensors, places=places)
-        parts = _parts([table.items for table in self._tables], wanted, set(names))
+            return known._replace(tensors=tensors, at=at, places=places)
+        parts = parts_of([table.items for table in self._tables], wanted, set(names))
         nbytes = dict.fromkeys(names, 0)
         for table, of_rank in zip(self._tables, parts, strict=True):
             for part in of_rank:
                 piece = table.items[part.piece]
                 nbytes[piece.name] += part.box.volume * ITEMSIZE[piece.dtype]
         said = [xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(of_rank)) for of_rank in parts]
-        selection = _Selection(tensors, wanted, parts, said, places, nbytes)
+        selection = _Selection(tensors, at, wanted, parts, said, places, nbytes)
         self._selected = digests, selection
         return selection
 
@@ -170,7 +174,8 @@ class VersionFetcher:
                 field="transport",
             ) from error
         self._channels[rank] = table.epoch, channel
-        self._carry(rank, channel, lambda: channel.open(deadline), deadline, "the channel")
+        limit = self.connection.at_least(deadline)
+        self._carry(rank, channel, lambda: channel.open(limit), deadline, "the channel")
         return channel
 
     def _carry(
@@ -261,9 +266,8 @@ class VersionFetcher:
         deadline: Deadline,
     ) -> None:
         channel, seq = taking.channel, taking.table.first + planned.seq
-        memory = self._carry(
-            taking.rank, channel, lambda: channel.take(seq, deadline), deadline, f"bucket {planned.seq}"
-        )
+        limit = self.connection.at_least(deadline)
+        memory = self._carry(taking.rank, channel, lambda: channel.take(seq, limit), deadline, f"bucket {planned.seq}")
         self._fetch_next(taking, deadline)
         placed = taking.placed.pop(seq, None)
         if placed is None:
@@ -318,7 +322,7 @@ class _Taking:
         return [(self._pieces[entry.piece].name, entry.nbytes) for entry in planned.plan.entries]
 
 
-def _infos(tables: Iterable[Sequence[Piece]]) -> dict[str, TensorInfo]:
+def infos_of(tables: Iterable[Sequence[Piece]]) -> dict[str, TensorInfo]:
     """Return the published tensors by name; two names are aliases only if all ranks that send them say so."""
     found: dict[str, TensorInfo] = {}
     for piece in chain.from_iterable(tables):
@@ -329,7 +333,7 @@ def _infos(tables: Iterable[Sequence[Piece]]) -> dict[str, TensorInfo]:
     return found
 
 
-def _parts(tables: Sequence[Sequence[Piece]], wanted: Any, names: set[str]) -> list[list[PieceBox]]:
+def parts_of(tables: Sequence[Sequence[Piece]], wanted: Any, names: set[str]) -> list[list[PieceBox]]:
     """Return `select` of the tensors in ``names`` alone: leaves out other names of a tied parameter."""
     numbers = [[number for number, piece in enumerate(table) if piece.name in names] for table in tables]
     kept = [[table[number] for number in of_rank] for table, of_rank in zip(tables, numbers, strict=True)]

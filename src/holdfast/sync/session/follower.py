@@ -26,6 +26,8 @@ class Follower:
     """A rank other than 0: takes part in the sessions that rank 0 begins."""
 
     is_waiting = False
+    newest: int | None = None
+    """Watchers ask rank 0."""
 
     def __init__(self, rank: int, host: Host, sender: Sender) -> None:
         self._rank = rank

@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, FetchCancelled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,13 +28,14 @@ BEAT_S_MAX: Final = 1.0
 class Offered:
     """A version that this rank has to send. direct: only while `publish` waits, until ``deadline``.
 
-    unfit: why buckets can't carry it, reported to receivers.
+    unfit: why buckets can't carry it, reported to receivers. meta: what receivers get with it, encoded; that of rank 0.
     """
 
     source: VersionSource
     direct: bool
     deadline: Deadline
     unfit: HoldfastError | None = None
+    meta: bytes = b""
 
     @property
     def version(self) -> int:
@@ -68,21 +69,41 @@ class PublishFuture:
 
 
 class CloseSignal:
-    """Flag that a receiver is being closed: any thread sets it, the receiving thread checks it whenever it waits."""
+    """Tells a receiving thread to stop: for good, or what it does now. It checks this whenever it waits."""
 
     def __init__(self) -> None:
         self._said = threading.Event()
+        self._lock = threading.Lock()
+        self._closed = self._cancelled = False
+        self.keeps_on = False
+        """True where a cancel comes too late: what has begun has to end first."""
 
     def say(self) -> None:
-        self._said.set()
+        """Stop for good."""
+        with self._lock:
+            self._closed = True
+            self._said.set()
+
+    def cancel(self) -> None:
+        """Stop what is done now, or next."""
+        with self._lock:
+            self._cancelled = True
+            self._said.set()
 
     def check(self) -> None:
-        """Raise `ConfigError` if the receiver is being closed."""
-        if self._said.is_set():
-            raise ConfigError("this receiver was closed while it received; make a new one", field="receiver")
+        """Raise `ConfigError` if the receiver is being closed, `FetchCancelled`, once, if the fetch was cancelled."""
+        if not self._said.is_set():
+            return
+        with self._lock:
+            if self._closed:
+                raise ConfigError("this receiver was closed while it received; make a new one", field="receiver")
+            if self._cancelled and not self.keeps_on:
+                self._cancelled = False
+                self._said.clear()
+                raise FetchCancelled("this fetch was cancelled; nothing was committed. Fetch again when it is wanted")
 
     def sleep(self, seconds: float) -> None:
-        """Sleep; raises at once if the receiver is closed meanwhile."""
+        """Sleep; raises at once if the receiver is closed, or the fetch cancelled, meanwhile."""
         self._said.wait(seconds)
         self.check()
 

@@ -16,10 +16,11 @@ import contextlib
 import selectors
 import socket
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from holdfast.engine.wire import FrameError, Inbox, Outbox
+from holdfast.engine.wire import FrameError, Inbox, Outbox, close_fds, send
 from holdfast.errors import StorageError
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from holdfast.engine.messages import EngineMessage
 
 _BACKLOG: Final = 1024
+_PASS_ON_S: Final = 0.1
+"""How long a message with a descriptor may wait for the other end."""
 _KEEPALIVE_S: Final = 10
 """TCP keep-alive interval: a vanished host is detected after a few times this, also on idle links."""
 
@@ -53,6 +56,8 @@ class Link:
         self._outbox = Outbox(sock)
         self._mute = False
         self._heard_at = time.monotonic()
+        self.descriptors: deque[int] = deque()
+        """Those that came with messages, in their order: for who handles these to take and close."""
 
     @property
     def silent_s(self) -> float:
@@ -75,6 +80,19 @@ class Link:
         self._outbox.put(message)
         self.flush()
 
+    def pass_on(self, message: EngineMessage, fd: int) -> None:
+        """Send ``message`` with a descriptor, now, or end the link: the other end doesn't read what it is sent."""
+        if self._mute or self.ended is not None:
+            return
+        try:
+            if len(self._outbox):
+                raise TimeoutError
+            send(self.sock, message, (fd,), timeout_s=_PASS_ON_S)
+        except (OSError, FrameError):
+            self._mute = True
+            with contextlib.suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RDWR)
+
     def flush(self) -> None:
         """Send what is accepted now. A broken link is received as `Ended`, after the peer's last messages."""
         try:
@@ -96,12 +114,15 @@ class Link:
             return [self._end("its connection ended")]
         if received:
             self._heard_at = time.monotonic()
+            self.descriptors.extend(fd for item in received for fd in item.fds)
         return [item.message for item in received]
 
     def close(self) -> None:
         """Close the link; idempotent. Unsent messages are dropped."""
         self.ended = self.ended or "it was closed here"
         self._inbox.close()
+        close_fds(tuple(self.descriptors))
+        self.descriptors.clear()
         self.sock.close()
 
     def _end(self, why: str) -> Ended:

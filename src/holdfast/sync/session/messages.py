@@ -7,6 +7,7 @@ Torch-free.
     rank 0 -> receiver                 Begin, Commit, Abort; Refused when an Ask can't be met
     rank 0 -> publisher rank           Begin, Abort, Finished
     publisher rank -> rank 0           Peer, Offer, Withdraw, Lost
+    watcher -> rank 0                  Watch; rank 0 answers Newest, and again whenever that changes
 
 A session brings one version to some members. Rank 0 numbers sessions from 1 and runs one at a time; messages of ended
 sessions are ignored. Every member of an aborted session sends exactly one of Committed, Aborted and Failed, or its link
@@ -34,6 +35,12 @@ class Hello(EngineMessage, frozen=True):
     receiver: str
     token: str
     address: bytes
+
+
+class Watch(EngineMessage, frozen=True):
+    """First message on a link that only learns of new versions."""
+
+    token: str
 
 
 class Ask(EngineMessage, frozen=True):
@@ -74,6 +81,8 @@ class Ready(EngineMessage, frozen=True):
 
 
 class Committed(EngineMessage, frozen=True):
+    """The member has all of the version, verified, and will commit it whenever it likes."""
+
     session: int
 
 
@@ -154,13 +163,14 @@ class Leave(EngineMessage, frozen=True):
 
 
 class Begin(EngineMessage, frozen=True):
-    """Start a session. ``ask``: the number of the Ask that it answers; 0 for a publisher rank."""
+    """Start a session. ``ask``: the number of the Ask that it answers; 0 for a publisher rank. ``meta``: msgpack."""
 
     session: int
     version: int
     members: tuple[str, ...]
     ask: int
     atomic: bool
+    meta: bytes = b""
 
 
 class Commit(EngineMessage, frozen=True):
@@ -180,6 +190,12 @@ class Refused(EngineMessage, frozen=True):
 
     number: int
     reason: RankFailure
+
+
+class Newest(EngineMessage, frozen=True):
+    """The newest version that receivers can ask for now; None if there is none."""
+
+    version: int | None
 
 
 class Finished(EngineMessage, frozen=True):
@@ -225,6 +241,7 @@ class Lost(EngineMessage, frozen=True):
 
 ToPublisher = (
     Hello
+    | Watch
     | Ask
     | Wants
     | Taken
@@ -243,7 +260,7 @@ ToPublisher = (
     | Abort
     | Finished
 )
-ToReceiver = Table | Plan | Bucket | Beat | Leave | Begin | Commit | Abort | Refused
+ToReceiver = Table | Plan | Bucket | Beat | Leave | Begin | Commit | Abort | Refused | Newest
 
 
 prepare_decoding(ToPublisher, ToReceiver)

@@ -1,29 +1,35 @@
-"""Implement receiving for transports over links: ask for a version, take part in sessions, commit or not.
+"""Implement receiving for transports over links: ask for a version, take part in sessions, have it or not.
 
-    meet -> Ask -> (Begin -> take -> (Ready -> Commit ->) commit -> Committed) | Abort, and again | an error
+    meet -> Ask -> (Begin -> take -> (Ready -> Commit ->) Committed) | Abort, and again | an error
 
-Guarantees: only a version of which every byte was verified is committed, in a session that rank 0 has not aborted as
-far as is known here. If a fleet commits together, a receiver that can't learn the decision looks into the rendezvous,
-and settles there that nobody commits if nothing is decided.
+Guarantees: a version is fetched only if every byte of it was verified, in a session that rank 0 has not aborted as far
+as is known here; from then on no publisher is needed to commit it. If a fleet takes it together, a receiver that can't
+learn the decision looks into the rendezvous, and settles there that nobody has it if nothing is decided. `cancel` comes
+too late once a member has said that it is ready.
 Does not: move bytes (``session.fetcher``), or touch the user's tensors (``weights.apply``).
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 from holdfast.coordination.deadline import Deadline
 from holdfast.coordination.failure import RankFailure
 from holdfast.errors import DeadlineExceeded, HoldfastError, OutcomeUnknown, PeerLost
 from holdfast.sync.session import messages
-from holdfast.sync.session.connection import Connection, SessionAborted, meet
+from holdfast.sync.session.connection import Connection, NewestOnLinks, SessionAborted, meet
 from holdfast.sync.session.fetcher import VersionFetcher
 from holdfast.sync.session.futures import CloseSignal
 from holdfast.sync.session.rendezvous import ABORT, COMMIT, Rendezvous, RendezvousClient, decision_key, open_rendezvous
+from holdfast.sync.watcher import Watcher
+from holdfast.sync.weights.apply import FetchedMemory
 
 if TYPE_CHECKING:
-    from holdfast.sync.protocol import Destination
+    from holdfast.sync.protocol import Destination, FetchedVersion
     from holdfast.sync.session.channel import Channels
 
 _log = logging.getLogger("holdfast")
@@ -42,7 +48,10 @@ class LinkedReceiving:
         self._rendezvous: Rendezvous = open_rendezvous(rendezvous, hosting=False)
         self._asks = 0
         self._own_of = ""
+        """Incarnation of the publisher from which the last version was fetched."""
         self._leaving = CloseSignal()
+        near_only = bool(channels.host)
+        self._watcher = Watcher(lambda: NewestOnLinks(rendezvous, near_only=near_only), every_s=0.0)
         self._asking = RendezvousClient(self._rendezvous, self._leaving)
         self._taker: VersionFetcher | None = None
         # Connect early: a publisher waits for receivers that are connected when it is about to send.
@@ -55,7 +64,18 @@ class LinkedReceiving:
             once=True,
         )
 
-    def receive(self, destination: Destination, version: int | None, newer_than: int | None, deadline: Deadline) -> int:
+    def newest(self, newer_than: int | None) -> int | None:
+        found = self._watcher.newest()
+        if found is None:
+            return None
+        is_news = newer_than is None or found.version > newer_than or found.origin != self._own_of
+        return found.version if is_news else None
+
+    def fetch(
+        self, destination: Destination, version: int | None, newer_than: int | None, deadline: Deadline
+    ) -> FetchedVersion:
+        began = time.monotonic()
+        self._leaving.check()
         connection = self._connected(deadline)
         if self._taker is None or self._taker.connection is not connection:
             self._drop_taker()
@@ -64,9 +84,10 @@ class LinkedReceiving:
         ask = messages.Ask(self._asks, version, newer_than, self._own_of)
         connection.send(0, ask)
         try:
-            received = self._receive(connection, self._taker, destination, ask, deadline)
+            begin, begun = self._fetch(connection, self._taker, destination, ask, deadline)
         except BaseException as error:
-            self._taker.drop_channels()
+            if connection.session:  # nothing was sent here before it began
+                self._taker.drop_channels()
             connection.end()
             if connection.links[0].ended is None:
                 connection.send(0, messages.Failed(ask.number, _reason(error, connection.name)))
@@ -74,15 +95,25 @@ class LinkedReceiving:
             raise
         connection.end()
         self._own_of = connection.incarnation
-        return received
+        seconds = {"wait": begun - began, "transfer": time.monotonic() - begun}
+        meta = msgspec.msgpack.decode(begin.meta) if begin.meta else {}
+        return FetchedMemory(destination, begin.version, meta, seconds)
+
+    def cancel(self) -> None:
+        self._leaving.cancel()
+        self._wake()
 
     def leave(self) -> None:
         self._leaving.say()
+        self._wake()
+
+    def _wake(self) -> None:
         connection = self._connection
         if connection is not None:
             connection.hub.wake()
 
     def close(self) -> None:
+        self._watcher.close()
         self._drop_taker()
         connection, self._connection = self._connection, None
         if connection is not None:
@@ -107,16 +138,18 @@ class LinkedReceiving:
         if taker is not None:
             taker.drop_channels()
 
-    def _receive(
+    def _fetch(
         self,
         connection: Connection,
         taker: VersionFetcher,
         destination: Destination,
         ask: messages.Ask,
         deadline: Deadline,
-    ) -> int:
+    ) -> tuple[messages.Begin, float]:
+        """Return the session in which all of the version came, and when it began."""
         while True:
             begin = self._begun(connection, ask, deadline)
+            begun = time.monotonic()
             try:
                 connection.begin(begin.session, begin.version)
                 taker.take(begin, destination, deadline, own=self._own_of == connection.incarnation)
@@ -130,10 +163,8 @@ class LinkedReceiving:
                 connection.send(0, messages.Aborted(begin.session))
                 _log.info("version %d is begun again: %s", begin.version, aborted.reason.message)
                 continue
-            connection.phase = "commit"
-            destination.commit(begin.version)
             connection.send_all(messages.Committed(begin.session))
-            return begin.version
+            return begin, begun
 
     def _begun(self, connection: Connection, ask: messages.Ask, deadline: Deadline) -> messages.Begin:
         """Return the session that answers ``ask``. Raises the reason of a refusal."""
@@ -150,7 +181,14 @@ class LinkedReceiving:
     def _wait_decision(self, connection: Connection, begin: messages.Begin, deadline: Deadline) -> None:
         """Wait for the decision that all commit; raises otherwise."""
         connection.phase = "ready"
-        connection.send(0, messages.Ready(begin.session))
+        self._leaving.keeps_on = True
+        try:
+            connection.send(0, messages.Ready(begin.session))
+            self._learn_decision(connection, begin, deadline)
+        finally:
+            self._leaving.keeps_on = False
+
+    def _learn_decision(self, connection: Connection, begin: messages.Begin, deadline: Deadline) -> None:
         try:
             connection.next(0, messages.Commit, deadline, what="the decision", only_rank=True)
             return

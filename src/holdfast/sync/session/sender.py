@@ -15,7 +15,6 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-import msgspec
 import xxhash
 
 from holdfast import events
@@ -370,8 +369,3 @@ class Sender:
         except (PeerLost, DeadlineExceeded) as error:
             session.check()
             raise ChannelBroken(str(error)) from error
-
-
-def digest_of(table: Sequence[Piece]) -> str:
-    """Return the digest that identifies a table."""
-    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(table))

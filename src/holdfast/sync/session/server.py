@@ -75,6 +75,8 @@ class Server:
         self._strangers: dict[Link, float] = {}
         self._guests: dict[Link, ConnectedReceiver] = {}
         self._ranks: dict[Link, int] = {}
+        self._watchers: dict[Link, int | None] = {}
+        """What each watcher was told last; -1 before that."""
         self.sources: dict[int, Offered] = {}
         self._awaited: dict[int, PublishFuture] = {}
         self._sender = Sender(channels, options, self)
@@ -256,7 +258,16 @@ class Server:
         self._run_calls()
         if self._stopping:
             raise _Stopped
+        if self._watchers:
+            self._tell_watchers()
         self._look_around()
+
+    def _tell_watchers(self) -> None:
+        newest = self._role.newest
+        for link, told in self._watchers.items():
+            if told != newest:
+                self._watchers[link] = newest
+                link.send(messages.Newest(newest))
 
     def _welcome(self, sock: socket.socket) -> None:
         link = Link(sock, "who has not said who it is", messages.ToPublisher)
@@ -274,6 +285,10 @@ class Server:
             elif not isinstance(said, messages.Beat):
                 guest.learn(said)
                 self._role.heard(guest, said)
+        elif link in self._watchers:
+            if isinstance(said, (Ended, messages.Leave)):
+                del self._watchers[link]
+                self._hub.drop(link)
         elif link in self._ranks:
             rank = self._ranks[link]
             if isinstance(said, (Ended, messages.Leave)):
@@ -298,6 +313,9 @@ class Server:
             link.peer = f"publisher rank {said.rank}"
             self._ranks[link] = said.rank
             self._role.rank_joined(said.rank, link)
+        elif isinstance(said, messages.Watch) and said.token == self._places.token:
+            link.peer = "a receiver that looks for versions"
+            self._watchers[link] = -1
         else:
             self._hub.drop(link)
 

@@ -94,7 +94,7 @@ class DirectoryTransport:
             )
         if self.key_map is not None:
             raise ConfigError(
-                "key_map: a version is published under its own names; give a key_map only to receive exports",
+                "key_map: the transport's is for receiving exports; to publish other names, give it to the Publisher",
                 field="key_map",
             )
         if self._is_url:

@@ -41,7 +41,7 @@ class LinkedTransport:
                 "rendezvous must be the path of a shared directory, 'tcp://host:port' or a Store", field="rendezvous"
             )
         self._rendezvous = rendezvous
-        self._process_group = process_group
+        self.process_group = process_group
         self._host = host
         self._peer_timeout_s = checked_seconds("peer_timeout_s", peer_timeout_s)
 
@@ -54,7 +54,7 @@ class LinkedTransport:
             self.make_channels(),
             options,
             rendezvous=self._rendezvous,
-            process_group=self._process_group,
+            process_group=self.process_group,
             host=self._host,
             peer_timeout_s=self._peer_timeout_s,
         )

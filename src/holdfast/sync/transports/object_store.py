@@ -83,16 +83,18 @@ if TYPE_CHECKING:
     from holdfast.loader.sources.holdfast import CheckpointSource
     from holdfast.loader.sources.object_store import ObjectSource
     from holdfast.saver.capture import Capture, DeliveryPlan
+    from holdfast.storage.object_client import ObjectClient
     from holdfast.storage.object_store import ObjectStore
-    from holdfast.sync.protocol import Destination, PublisherOptions
+    from holdfast.sync.protocol import Destination, FetchedVersion, PublisherOptions
 
 
 class ObjectReceiving(DirectoryReceiving):
     """The receiving half of an object store."""
 
     first_look_s = 0.1  # each look costs requests
+    watch_every_s = 5.0
 
-    def __init__(self, store: ObjectStore, name_template: str, prefix: str | None, key_map: Any) -> None:
+    def __init__(self, store: ObjectClient, name_template: str, prefix: str | None, key_map: Any) -> None:
         self._objects = ObjectStorage(store)
         super().__init__(self._objects, name_template, prefix, key_map)
         self._lacking: dict[str, str] = {}
@@ -100,15 +102,24 @@ class ObjectReceiving(DirectoryReceiving):
         self._attempt = ""
         """Attempt of the version being read."""
 
-    def receive(self, destination: Destination, version: int | None, newer_than: int | None, deadline: Deadline) -> int:
-        """Receive as `Receiving.receive`; queries the store once even if no time is left."""
+    def fetch(
+        self, destination: Destination, version: int | None, newer_than: int | None, deadline: Deadline
+    ) -> FetchedVersion:
+        """Fetch as `Receiving.fetch`; queries the store once even if no time is left."""
         self._objects.until(deadline.ends_s)
         try:
-            return super().receive(destination, version, newer_than, deadline)
+            return super().fetch(destination, version, newer_than, deadline)
         except StorageError as error:
             if error.errno in AGAIN and deadline.left_s() <= LAST_PAUSE_S:
                 raise deadline.exceeded(f"receiving from {self._objects.root}", str(error)) from error
             raise
+
+    def _apart(self) -> ObjectReceiving:
+        # The deadline of requests belongs to the storage: another thread needs another one.
+        return ObjectReceiving(self._objects.store, self._template, self._prefix, self._key_map)
+
+    def begin_look(self) -> None:
+        self._objects.until(time.monotonic() + LOOK_S)
 
     # Choosing a version. -----------------------------------------------------------------------------------------
 
@@ -168,10 +179,10 @@ class ObjectReceiving(DirectoryReceiving):
             f"{source.directory} is an export without a model that could be loaded, such as an adapter", field="root"
         )
 
-    def _take(self, destination: Destination, version: int, name: str) -> None:
+    def _take(self, destination: Destination, version: int, name: str) -> tuple[dict[str, Any], str]:
         self._attempt = ""
         try:
-            super()._take(destination, version, name)
+            return super()._take(destination, version, name)
         except (CheckpointCorrupt, StorageError) as error:
             if not self._attempt or published_attempt(self._objects, name) == self._attempt:
                 raise
@@ -380,7 +391,7 @@ class ObjectPublishing(VersionPublishing):
             if self._is_published(name):  # a listing may lag behind
                 self._refuse_old(version, (version,))
 
-    def _save(self, session: SavingSession, version: int, name: str, deadline: Deadline) -> int:
+    def _save(self, session: SavingSession, version: int, name: str, deadline: Deadline, extra: dict[str, Any]) -> int:
         self._objects.until(deadline.ends_s)
         self._attempt, self._publication = "", None
         group = session.group
@@ -390,7 +401,7 @@ class ObjectPublishing(VersionPublishing):
             nonlocal plan
             whole = Whole(((),) * group.world, None)
             plan, _ = plan_attempt(
-                name, whole, {}, step=version, metrics={}, resumable=False, extra={}, overwrite=False
+                name, whole, {}, step=version, metrics={}, resumable=False, extra=extra, overwrite=False
             )
             self._objects.begin(name, plan.attempt, recoverable=False)
             self._publication = Publication(self._objects, name, plan.attempt, step=version)

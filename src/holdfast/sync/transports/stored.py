@@ -11,20 +11,22 @@ went back to an older step don't count.
 Guarantees: every rank gets the same outcome. Plan and warm file images are kept between versions; after a failure they
 are dropped with the session, since ranks may be at different points of it. Published versions are never changed;
 retention keeps the newest version, pinned ones, and those being received. A receiver verifies every byte that has a
-checksum before it commits the version, and only reads the root.
+checksum before a fetch returns, and only reads the root. `meta` is in the manifest.
 Assumes: the weights are not changed while `publish` runs. Receivers poll: a new version is noticed up to
-``LAST_LOOK_S`` late.
+``LAST_LOOK_S`` late, by `poll` on a directory too.
 Does not: wait for receivers, or know of any; convert dtypes; limit the time of file system calls. Keeps in memory the
 file images of one version, and references to the tensors of the last one, until the next or `close`.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import torch.distributed as dist
 from torch import nn
 
@@ -52,14 +54,17 @@ from holdfast.saver.checkpointer import SaveRequest
 from holdfast.saver.session import Session
 from holdfast.saver.startup import settle_root
 from holdfast.staging.optimizer_hook import before_any_load
-from holdfast.state.entries import Collected, TensorEntry, check_tensor, joined, same_objects
+from holdfast.state.entries import Collected, check_tensor, joined, same_objects
 from holdfast.state.load_plan import TensorDestination
 from holdfast.state.structure import LayoutTable
 from holdfast.state.tree import StateTree
-from holdfast.storage.entries import is_occupied
+from holdfast.storage.entries import is_occupied, published_attempt
 from holdfast.storage.local import open_storage
 from holdfast.sync.protocol import Published, TensorInfo
 from holdfast.sync.session.futures import CloseSignal
+from holdfast.sync.watcher import Sighting, Watcher
+from holdfast.sync.weights.apply import FetchedMemory
+from holdfast.sync.weights.pieces import entries_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,9 +73,12 @@ if TYPE_CHECKING:
     import torch
 
     from holdfast.coordination.group import Group
+    from holdfast.format.manifest import Manifest
     from holdfast.loader.sources.holdfast import CheckpointSource
+    from holdfast.state.entries import TensorEntry
     from holdfast.storage.protocol import Storage, StorageLock
-    from holdfast.sync.protocol import Destination, PublisherOptions
+    from holdfast.sync.protocol import Destination, FetchedVersion, PublisherOptions
+    from holdfast.sync.weights.pieces import Weights as PublishedWeights
 
 
 FIRST_LOOK_S: Final = 0.005
@@ -78,6 +86,10 @@ LAST_LOOK_S: Final = 0.5
 """Longest pause between two polls of the directory; pauses double up to it."""
 BATCH_BYTES: Final = 64 << 20
 """Bytes read at a time while streaming, unless one tensor is larger: the memory for whole tensors for a function."""
+SHADOW_BATCH_BYTES: Final = 1 << 30
+"""Bytes read at a time otherwise: `cancel` and `close` wait for one batch at most."""
+META: Final = "weights_meta"
+"""Key of `Manifest.extra`: what was given to `publish` as ``meta``, as msgpack in base64."""
 _MODEL: Final = "model"
 """Our own key for the module that a Hugging Face directory is fitted to."""
 
@@ -86,6 +98,7 @@ class DirectoryReceiving:
     """The receiving half of a directory; subclasses for similar places override the methods below "Locating"."""
 
     first_look_s = FIRST_LOOK_S
+    watch_every_s = LAST_LOOK_S
 
     def __init__(self, storage: Storage, name_template: str, prefix: str | None, key_map: Any) -> None:
         self._storage = storage
@@ -93,14 +106,29 @@ class DirectoryReceiving:
         self._prefix = prefix
         self._key_map = key_map
         self._leaving = CloseSignal()
+        self._watcher = Watcher(lambda: NewestStored(self._apart()), every_s=self.watch_every_s)
+        self._fetched: Sighting | None = None
 
-    def receive(self, destination: Destination, version: int | None, newer_than: int | None, deadline: Deadline) -> int:
-        """Receive as `Receiving.receive`; reads the directory once even if no time is left."""
+    def newest(self, newer_than: int | None) -> int | None:
+        found = self._watcher.newest()
+        if found is None:
+            return None
+        # The newest of the current run: after going back, its number may be smaller, or equal.
+        is_news = newer_than is None or found.version > newer_than or found != self._fetched
+        return found.version if is_news else None
+
+    def fetch(
+        self, destination: Destination, version: int | None, newer_than: int | None, deadline: Deadline
+    ) -> FetchedVersion:
+        """Fetch as `Receiving.fetch`; reads the directory once even if no time is left."""
+        began = time.monotonic()
         try:
+            self._leaving.check()
             while True:
                 step, name = self._wait_for(version, newer_than, deadline)
+                found = time.monotonic()
                 try:
-                    self._take(destination, step, name)
+                    meta, attempt = self._take(destination, step, name)
                     break
                 except CheckpointNotFound:
                     # Deleted between listing and lease: now a newer one is there, unless it was requested by number.
@@ -108,18 +136,24 @@ class DirectoryReceiving:
                         raise
                     newer_than = step
                     destination.abandon()
-            destination.commit(step)
         except BaseException:
             destination.abandon()
             raise
-        events.emit("version.received", step=step, path=self._storage.path(name))
-        return step
+        self._fetched = Sighting(step, attempt)
+        path = self._storage.path(name)
+        seconds = {"wait": found - began, "transfer": time.monotonic() - found}
+        return FetchedMemory(
+            destination, step, meta, seconds, lambda: events.emit("version.received", step=step, path=path)
+        )
+
+    def cancel(self) -> None:
+        self._leaving.cancel()
 
     def leave(self) -> None:
         self._leaving.say()
 
     def close(self) -> None:
-        """Do nothing: no resources are held between calls."""
+        self._watcher.close()
 
     # Choosing. ---------------------------------------------------------------------------------------------------
 
@@ -142,10 +176,8 @@ class DirectoryReceiving:
             pause_s = min(2 * pause_s, LAST_LOOK_S)
 
     def _newest(self, newer_than: int | None) -> tuple[int, str] | None:
-        rows = self._rows(newer_than)
         # Includes unreadable ones: reading them must raise.
-        found = oldest_first(self._storage, rows, kind=None) if rows else []
-        return (found[-1].step, found[-1].name) if found else None
+        return self.newest_of(self._rows(newer_than))
 
     def _exactly(self, version: int) -> tuple[int, str] | None:
         """Return version ``version``, None while it may still come; `CheckpointNotFound` once it can't."""
@@ -165,6 +197,26 @@ class DirectoryReceiving:
         return None
 
     # Locating. ---------------------------------------------------------------------------------------------------
+
+    def _apart(self) -> DirectoryReceiving:
+        """Return one of its own for the thread that looks for versions."""
+        return DirectoryReceiving(self._storage, self._template, self._prefix, self._key_map)
+
+    def begin_look(self) -> None:
+        """Prepare for a look of the thread that looks for versions."""
+
+    def rows(self) -> list[tuple[int, str]]:
+        """Return (version, name) of all complete versions, by version."""
+        return self._rows()
+
+    def newest_of(self, rows: Sequence[tuple[int, str]]) -> tuple[int, str] | None:
+        """Return the newest version of the current run among ``rows``."""
+        found = oldest_first(self._storage, rows, kind=None) if rows else []
+        return (found[-1].step, found[-1].name) if found else None
+
+    def attempt_at(self, name: str) -> str:
+        """Return who has published ``name``; empty if that can't be told."""
+        return published_attempt(self._storage, name) or ""
 
     def _rows(self, above: int | None = None) -> list[tuple[int, str]]:
         """Return (version, name) of all complete versions, by version; only those greater than ``above``."""
@@ -188,11 +240,13 @@ class DirectoryReceiving:
 
     # Reading. ----------------------------------------------------------------------------------------------------
 
-    def _take(self, destination: Destination, version: int, name: str) -> None:
-        """Read the version in ``name`` into the destination's memory, all verified."""
+    def _take(self, destination: Destination, version: int, name: str) -> tuple[dict[str, Any], str]:
+        """Read the version in ``name`` into the destination's memory, all verified; return its meta and attempt."""
         before_any_load()
         with self._held(name):
             source = self._opened(name, version)
+            manifest = source.manifest
+            meta = {} if manifest is None else _meta_of(manifest, source.directory)
             if isinstance(source, HFSource) and isinstance(destination.into, nn.Module):
                 tree = StateTree({_MODEL: destination.into}, rank=0, world=1)
                 source = fit(source, tree.holders(), key_map=self._key_map)
@@ -202,12 +256,17 @@ class DirectoryReceiving:
             stored = _below(source, prefix)
             names = self._selected(destination, source, stored)
             layouts, rank = LayoutTable(), dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-            for batch in _batches(names, source, stored, bounded=destination.streaming):
-                entries = [TensorDestination(stored[key], destination.memory(key)) for key in batch]
+            most = BATCH_BYTES if destination.streaming else SHADOW_BATCH_BYTES
+            for batch in _batches(names, source, stored, most):
+                self._leaving.check()
+                entries = [
+                    TensorDestination(stored[key], destination.memory(key), destination.place(key)) for key in batch
+                ]
                 # Several receivers of a host read the same bytes: they share its page cache.
                 fill_tensors(entries, source, layouts, rank, among_ranks=True, verify=True)
                 for key in batch:
                     destination.complete(key)
+            return meta, "" if manifest is None else manifest.attempt
 
     def _opened(self, name: str, version: int) -> CheckpointSource:
         source, directory = self._open(name), self._storage.path(name)
@@ -269,13 +328,47 @@ def _hint(source: CheckpointSource, prefix: str | None, error: StateMismatch) ->
     return f" The weights are below {under[0]!r} there: give the transport prefix={under[0]!r}" if under else ""
 
 
-def _batches(
-    names: Sequence[str], source: CheckpointSource, stored: dict[str, str], *, bounded: bool
-) -> Iterator[list[str]]:
-    """Yield ``names``, all together or in groups of at most `BATCH_BYTES` or one tensor."""
-    if not bounded:
-        yield list(names)
-        return
+class NewestStored:
+    """Looks for the newest version in a directory, or another place that ``at`` knows; implements `Lookout`."""
+
+    def __init__(self, at: DirectoryReceiving) -> None:
+        self._at = at
+        self._rows: list[tuple[int, str]] = []
+        self._newest: tuple[int, str] | None = None
+
+    def look(self) -> Sighting | None:
+        self._at.begin_look()
+        rows = self._at.rows()
+        if rows != self._rows:  # else the order stands, and no manifests are read
+            self._newest = self._at.newest_of(rows)
+            self._rows = rows
+        return None if self._newest is None else Sighting(self._newest[0], self._at.attempt_at(self._newest[1]))
+
+    def wake(self) -> None:
+        """Do nothing: a look doesn't wait."""
+
+    def close(self) -> None:
+        self._at.close()
+
+
+def encoded_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the members of a manifest that hold ``meta``; none if it is empty."""
+    return {META: base64.b64encode(msgspec.msgpack.encode(meta)).decode("ascii")} if meta else {}
+
+
+def _meta_of(manifest: Manifest, directory: str) -> dict[str, Any]:
+    told = manifest.extra.get(META)
+    if told is None:
+        return {}
+    try:
+        return msgspec.msgpack.decode(base64.b64decode(told), type=dict[str, Any])
+    except (TypeError, ValueError, msgspec.MsgspecError) as error:
+        message = f"{directory}: {META!r} in the manifest is no msgpack ({error}); publish the version again"
+        raise CheckpointCorrupt(message, path=directory) from error
+
+
+def _batches(names: Sequence[str], source: CheckpointSource, stored: dict[str, str], most: int) -> Iterator[list[str]]:
+    """Yield ``names`` in groups of at most ``most`` bytes or one tensor."""
     batch: list[str] = []
     nbytes = 0
     for name in names:
@@ -283,7 +376,7 @@ def _batches(
         size = tensor.itemsize
         for length in tensor.shape:
             size *= length
-        if batch and nbytes + size > BATCH_BYTES:
+        if batch and nbytes + size > most:
             yield batch
             batch, nbytes = [], 0
         batch.append(name)
@@ -305,23 +398,21 @@ class Weights:
     def __init__(self, prefix: str | None, group: Group) -> None:
         self._above = () if prefix is None else (prefix,)
         self._group = group
-        self._keys: list[str] = []
+        self._looks: list[tuple[Any, ...]] = []
         self._tensors: list[torch.Tensor] = []
         self._collected = self._of((), number=0)
 
-    def take(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def take(self, weights: PublishedWeights) -> None:
         """Set the weights. Raises `ConfigError` for what can't be stored."""
-        keys, tensors = list(weights), list(weights.values())
-        if keys == self._keys and same_objects(tensors, self._tensors):
+        entries = entries_of(weights, self._above, lazy=True)
+        looks = [(entry.name, entry.place, entry.stored_as) for entry in entries]
+        tensors = [entry.tensor for entry in entries]
+        if looks == self._looks and same_objects(tensors, self._tensors):
             return
-        entries = []
-        for key, tensor in weights.items():
-            path = (*self._above, key)
-            name = joined(path)
-            check_tensor(name, tensor)
-            entries.append(TensorEntry(name, path, tensor, lazy=True))
-        self._collected = self._of(tuple(entries), number=self._collected.fingerprint + 1)
-        self._keys, self._tensors = keys, tensors
+        for entry in entries:
+            check_tensor(joined(entry.path), entry.tensor)
+        self._collected = self._of(entries, number=self._collected.fingerprint + 1)
+        self._looks, self._tensors = looks, tensors
 
     def _of(self, entries: tuple[TensorEntry, ...], *, number: int) -> Collected:
         return Collected(
@@ -386,8 +477,11 @@ class VersionPublishing:
         """On rank 0: `ConfigError` if ``version`` can't be published as ``name``."""
         raise NotImplementedError
 
-    def _save(self, session: SavingSession, version: int, name: str, deadline: Deadline) -> int:
-        """Save ``session.weights``; return the bytes that this rank wrote. Any error fails the save on all ranks."""
+    def _save(self, session: SavingSession, version: int, name: str, deadline: Deadline, extra: dict[str, Any]) -> int:
+        """Save ``session.weights``; return the bytes that this rank wrote. Any error fails the save on all ranks.
+
+        extra: further members of the manifest, on rank 0.
+        """
         raise NotImplementedError
 
     def _look_again(self) -> None:
@@ -400,7 +494,13 @@ class VersionPublishing:
 
     # Common. -----------------------------------------------------------------------------------------------------
 
-    def publish(self, weights: Callable[[], Mapping[str, torch.Tensor]], version: int, deadline: Deadline) -> Published:
+    def publish(
+        self,
+        weights: Callable[[], PublishedWeights],
+        version: int,
+        deadline: Deadline,
+        meta: Mapping[str, Any],
+    ) -> Published:
         """Save ``weights`` as ``version``; returns when it is published and durable.
 
         Raises `ConfigError`, before anything is written, if an equal or newer version exists; `SaveFailed`,
@@ -412,7 +512,7 @@ class VersionPublishing:
         session = self._session or self._begin(deadline)
         name = self._template.format(step=version)
         error: BaseException | None = None
-        tensors: Mapping[str, torch.Tensor] = {}
+        tensors: PublishedWeights = {}
         try:
             tensors = weights()
             session.weights.take(tensors)
@@ -423,7 +523,7 @@ class VersionPublishing:
         self._settle(session, error, name, deadline, empty=not tensors)
         nbytes = 0
         try:
-            nbytes = self._save(session, version, name, deadline)
+            nbytes = self._save(session, version, name, deadline, encoded_meta(meta))
         except Exception as failed:  # noqa: BLE001 - raised by `_conclude`, once the other ranks know
             error = failed
         try:
@@ -578,10 +678,10 @@ class DirectoryPublishing(VersionPublishing):
                 field="version",
             )
 
-    def _save(self, session: SavingSession, version: int, name: str, deadline: Deadline) -> int:
+    def _save(self, session: SavingSession, version: int, name: str, deadline: Deadline, extra: dict[str, Any]) -> int:
         """Save and wait; return the bytes that this rank wrote."""
         # Not resumable: these are only weights.
-        request = SaveRequest(version, name, {}, resumable=False, overwrite=False)
+        request = SaveRequest(version, name, {}, resumable=False, overwrite=False, extra=extra)
         checkpoint = session.saver.checkpoint(request, published=self._after)
         session.saver.start(session.weights, [checkpoint], step=version)
         handle = checkpoint.handle

@@ -1,22 +1,29 @@
 """Destinations of a version: the user's module, dictionary or function, through a shadow or directly.
 
-    TargetFactory    makes the destinations of one receiver, and keeps the shadow from one receive to the next
+    TargetFactory    makes the destinations of one receiver, and keeps shadows from one fetch to the next
     LiveTensors      a destination of tensors: a module's parameters (and published buffers), or a dictionary's
     CallbackTarget   a destination that is a function, called with whole tensors
+    FetchedMemory    a version that lies in a destination's memory until it is committed
 
 Guarantees: until `commit` (or, streaming, the first `memory`) nothing of the user's is changed. A destination is dirty
 from the first byte written to a live tensor, or the first call, until all are written; meanwhile each call of a module
 raises `WeightsDirty`. Tensors passed to a function belong to it: no later version is written there. A tied parameter is
-received once; under a second name only for comparison, as it may be published there with other values.
-Assumes: live tensors are not written or replaced during a receive. A module is used by calling it: its submodules, or a
-compiled graph, can still be called, and their callers must check `Receiver.dirty`.
+received once; under a second name only for comparison, as it may be published there with other values. With a choice
+of names, published tensors and the user's alike are left alone unless it takes their names. A shadow belongs
+to one destination from `select` to the commit, or until it is abandoned: a fetched version is not overwritten by the
+next fetch. Live tensors that were replaced since `select` are noticed before the commit writes anything.
+Assumes: live tensors are not written to during a commit, or a streaming fetch. A module is used by calling it: its
+submodules, or a compiled graph, can still be called, and their callers must check `Receiver.dirty`. One thread makes
+destinations; another one may commit or abandon them.
 Does not: know buckets or peers.
 """
 
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
@@ -25,20 +32,32 @@ import torch
 from torch import nn
 
 from holdfast import _torch_compat as compat
-from holdfast.errors import ConfigError, StateMismatch, WeightsDirty
+from holdfast.boxes import whole
+from holdfast.errors import ConfigError, StateMismatch, WeightsDirty, listed
 from holdfast.state.entries import check_tensor, known_dtype, local_tensor, memory_of, torch_dtype
+from holdfast.state.load_plan import StoredNames, scales_beside
 from holdfast.state.modules import ModuleSource
 from holdfast.state.restore_plan import HandBack
 from holdfast.sync.protocol import TensorInfo
-from holdfast.sync.weights.buckets import mismatch
-from holdfast.sync.weights.pieces import check_writable, copy_all, named_tensors
+from holdfast.sync.weights.buckets import Wanted, mismatch
+from holdfast.sync.weights.names import NameChoice
+from holdfast.sync.weights.pieces import (
+    TensorParts,
+    check_writable,
+    copy_all,
+    global_rank,
+    named_tensors,
+    places_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
     from torch.utils.hooks import RemovableHandle
 
+    from holdfast.state.entries import WholePlace
     from holdfast.sync.protocol import Destination
+    from holdfast.sync.weights.pieces import Sendable
 
 
 _refused: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
@@ -76,7 +95,9 @@ Apply = Callable[[str, torch.Tensor], object]
 class TargetFactory:
     """Makes the destinations of one receiver, one at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, choice: NameChoice | None = None) -> None:
+        """choice: the names to receive; None: all."""
+        self._choice = choice or NameChoice()
         self._kept = _ReceiverMemory()
         self._module: ModuleSource | None = None
 
@@ -97,12 +118,24 @@ class TargetFactory:
                 self._module = ModuleSource((), (into,))
                 self._kept = _ReceiverMemory()
             live, hooked = _of_module(self._module, into)
-            return LiveTensors(into, live, self._kept, committed, streaming=streaming, hooked=hooked)
+            if not self._choice.takes_all:  # hooks load all or nothing
+                hooked = None
+            return LiveTensors(
+                into,
+                live,
+                self._kept,
+                committed,
+                partial(_tensors_in, into),
+                streaming=streaming,
+                hooked=hooked,
+                choice=self._choice,
+            )
         if isinstance(into, Mapping):
             live = _of_mapping(named_tensors(into, what="into"))
-            return LiveTensors(into, live, self._kept, committed, streaming=streaming)
+            named = partial(_lying_in, into)
+            return LiveTensors(into, live, self._kept, committed, named, streaming=streaming, choice=self._choice)
         if callable(into):
-            return CallbackTarget(into, self._kept, committed, streaming=streaming)
+            return CallbackTarget(into, self._kept, committed, streaming=streaming, choice=self._choice)
         raise ConfigError(
             f"into is a {type(into).__name__}; expected an nn.Module, a dictionary of tensors, or a function "
             "apply(name, tensor)",
@@ -114,23 +147,57 @@ def _nothing(version: int) -> None:
     """Do nothing."""
 
 
-class _ReceiverMemory:
-    """State of a receiver between versions: the shadow, and the complete versions in it and in the live tensors."""
+_SHADOWS_KEPT: Final = 2
+"""Shadows kept between versions: one may be held for a commit while the next version is being fetched."""
+
+
+class _Shadow:
+    """Tensors for one destination at a time; ``version``: the one that all of them hold, None if there is none."""
+
+    __slots__ = ("publisher", "tensors", "version")
 
     def __init__(self) -> None:
-        self.shadow: dict[str, torch.Tensor] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
         self.version: int | None = None
+        self.publisher = 0
+
+
+class _ReceiverMemory:
+    """State of a receiver between versions: idle shadows, and the complete versions in them and in the live tensors."""
+
+    def __init__(self) -> None:
+        self.publisher = 0
+        """Which publisher versions come from now, counted: those of an earlier one are no base."""
         self.live: tuple[int, dict[int, _Stamp]] | None = None
         """By ``id`` of the tensor."""
+        self.parts: Mapping[str, WholePlace] = {}
+        """Where the tensors that were last selected lie in the published ones, for those that are parts."""
+        self._idle: list[_Shadow] = []
+        self._lock = threading.Lock()
 
-    def hold(self, version: int, names: Iterable[str]) -> None:
-        """Note that the shadow of ``names`` holds all of this version; drop other names, which hold an older one."""
-        self.version = version
-        self.shadow = {name: self.shadow[name] for name in names}
+    def take(self) -> _Shadow:
+        """Return a shadow that nobody uses: the one with the newest version of this publisher, if there is one."""
+        with self._lock:
+            if not self._idle:
+                return _Shadow()
+            best = max(self._idle, key=lambda shadow: -1 if (base := self.base_in(shadow)) is None else base)
+            self._idle.remove(best)
+            return best
+
+    def give(self, shadow: _Shadow) -> None:
+        """Take back a shadow."""
+        with self._lock:
+            self._idle.append(shadow)
+            del self._idle[:-_SHADOWS_KEPT]
+
+    def base_in(self, shadow: _Shadow) -> int | None:
+        """Return the version of the present publisher in ``shadow``."""
+        return shadow.version if shadow.publisher == self.publisher else None
 
     def forget(self) -> None:
-        """Forget which versions are held."""
-        self.version = self.live = None
+        """Forget which versions are held, also those that are committed later: another publisher sends now."""
+        self.publisher += 1
+        self.live = None
 
 
 class _Stamp(NamedTuple):
@@ -151,21 +218,48 @@ class _Stamp(NamedTuple):
 
 
 class _Live:
-    """One live tensor under all its names; ``needed``: how many of them have to be published."""
+    """One live tensor under all its names; ``needed``: how many of them have to be published.
 
-    __slots__ = ("names", "needed", "tensor")
+    place: where it lies in the published tensor, if it is a part of that.
+    """
 
-    def __init__(self, names: tuple[str, ...], tensor: torch.Tensor, *, needed: int) -> None:
+    __slots__ = ("names", "needed", "place", "tensor")
+
+    def __init__(
+        self, names: tuple[str, ...], tensor: torch.Tensor, *, needed: int, place: WholePlace | None = None
+    ) -> None:
         self.names = names
         self.tensor = tensor
         self.needed = needed
+        self.place = place
+
+    @property
+    def info(self) -> TensorInfo:
+        """Describe the published tensor that it is received from."""
+        shape = self.tensor.shape if self.place is None else self.place.shape
+        return TensorInfo(tuple(shape), known_dtype(self.tensor, self.names[0]))
+
+    def chosen(self, choice: NameChoice) -> _Live | None:
+        """Return it under those of its names that ``choice`` takes, if there are such."""
+        names = tuple(name for name in self.names if choice.takes(_unwrapped(name)))
+        return _Live(names, self.tensor, needed=min(self.needed, len(names)), place=self.place) if names else None
 
 
-def _of_mapping(tensors: Mapping[str, torch.Tensor]) -> list[_Live]:
-    names: dict[Hashable, list[str]] = {}
-    for name, tensor in tensors.items():
-        names.setdefault(memory_of(tensor), []).append(name)
-    return [_Live(tuple(some), tensors[some[0]], needed=len(some)) for some in names.values()]
+def _of_mapping(tensors: Mapping[str, Sendable]) -> list[_Live]:
+    names: dict[object, list[str]] = {}
+    lying: dict[str, tuple[torch.Tensor, WholePlace | None]] = {}
+    for name, given in tensors.items():
+        if isinstance(given, TensorParts) and len(given.parts) != 1:
+            raise ConfigError(f"{name}: into has {len(given.parts)} parts of it; one can be received", field=name)
+        lying[name] = tensor, place = given.parts[0] if isinstance(given, TensorParts) else (given, None)
+        names.setdefault((memory_of(tensor), place), []).append(name)
+    return [_Live(tuple(some), lying[some[0]][0], needed=len(some), place=lying[some[0]][1]) for some in names.values()]
+
+
+def _lying_in(into: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a user's dictionary as they are now."""
+    named = named_tensors(into, what="into").items()
+    return {name: given.parts[0][0] if isinstance(given, TensorParts) else given for name, given in named}
 
 
 class _Hooked(NamedTuple):
@@ -186,6 +280,13 @@ def _of_module(source: ModuleSource, module: nn.Module) -> tuple[list[_Live], _H
     own = [(entry.name, entry.tensor, entry.lazy) for entry in source.own]
     source.let_go()
     return _with_transient(own, module), hooked
+
+
+def _tensors_in(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
 
 
 def _with_transient(rows: Iterable[tuple[str, torch.Tensor, bool]], module: nn.Module) -> list[_Live]:
@@ -217,11 +318,15 @@ def _by_unwrapped_names(lives: Sequence[_Live], published: Iterable[str]) -> lis
     """Map live tensors to published names that differ only by the prefixes of the publisher's wrappers."""
     theirs: dict[str, list[str]] = {}
     for name in published:
-        theirs.setdefault(_WRAPPERS.sub("", name), []).append(name)
+        theirs.setdefault(_unwrapped(name), []).append(name)
     return [
         _Live(tuple(_only(theirs.get(name), name) for name in live.names), live.tensor, needed=live.needed)
         for live in lives
     ]
+
+
+def _unwrapped(name: str) -> str:
+    return _WRAPPERS.sub("", name)
 
 
 def _only(names: Sequence[str] | None, otherwise: str) -> str:
@@ -246,10 +351,13 @@ class LiveTensors:
         live: Sequence[_Live],
         kept: _ReceiverMemory,
         committed: Callable[[int], None],
+        named: Callable[[], Mapping[str, torch.Tensor]],
         *,
         streaming: bool,
         hooked: _Hooked | None = None,
+        choice: NameChoice | None = None,
     ) -> None:
+        """``named``: returns the tensors of ``into`` by their names there, as they are now."""
         self.into = into
         self.streaming = streaming
         self._hooked = hooked
@@ -258,13 +366,19 @@ class LiveTensors:
         self._committed = committed
         self._live = live
         self._kept = kept
+        self._choice = choice or NameChoice()
         self._wanted: dict[str, torch.Tensor] = {}
-        self._twins: dict[str, str] = {}
+        self._parts: dict[str, WholePlace] = {}
+        """Where wanted tensors that are parts lie in the published ones."""
+        self._twins: Mapping[str, str] = {}
         """Names whose values are only compared with those of another name of the same live tensor."""
         self._complete: set[str] = set()
-        self._base = kept.version
-        if streaming:
-            self._base = self._streaming_base()
+        self._named = named
+        self._places: dict[str, Hashable] = {}
+        """Where each wanted tensor of ``into`` lay when it was selected."""
+        self._publisher = kept.publisher
+        self._shadow: _Shadow | None = None
+        self._base = self._streaming_base() if streaming else None
 
     @property
     def base(self) -> int | None:
@@ -278,11 +392,13 @@ class LiveTensors:
 
     def select(self, published: Mapping[str, TensorInfo]) -> tuple[str, ...]:
         wanted: dict[str, torch.Tensor] = {}
+        parts: dict[str, WholePlace] = {}
         twins: dict[str, str] = {}
         missing: list[str] = []
         known: set[str] = set()
         differing: dict[str, str] = {}
-        for live in self._named_for(published):
+        lives, published = self._chosen(published)
+        for live in lives:
             known.update(live.names)
             there = [name for name in live.names if name in published]
             if len(there) < live.needed:
@@ -295,7 +411,9 @@ class LiveTensors:
             if (local := local_tensor(live.tensor)).numel():
                 check_writable(name, local)
             wanted[name] = live.tensor
-            mine = TensorInfo(tuple(live.tensor.shape), known_dtype(live.tensor, name))
+            if live.place is not None:
+                parts[name] = live.place
+            mine = live.info
             for published_as in live.names:
                 theirs = published.get(published_as, mine)
                 if theirs[:2] != mine[:2]:
@@ -308,7 +426,15 @@ class LiveTensors:
         unexpected = sorted(published.keys() - known)
         if missing or unexpected or differing:
             raise mismatch(missing, unexpected, differing)
-        self._wanted, self._twins, self._complete = wanted, twins, set()
+        self._wanted, self._parts, self._twins, self._complete = wanted, parts, twins, set()
+        if self._kept.parts != parts:
+            self.forget()  # what is there lies elsewhere in the whole
+            self._kept.parts = parts
+        self._note_places()
+        if self._shadow is None and (twins or not self.streaming):
+            self._shadow = self._kept.take()
+            if not self.streaming:
+                self._base = self._kept.base_in(self._shadow)
         if self.streaming and twins:
             self._base = None  # nothing is kept of values that are only compared
         if self.streaming and self._kept.live is not None:
@@ -316,6 +442,22 @@ class LiveTensors:
             if any(id(tensor) not in stamps for tensor in wanted.values()):
                 self._base = None
         return (*wanted, *twins)
+
+    def _chosen(self, published: Mapping[str, TensorInfo]) -> tuple[Sequence[_Live], Mapping[str, TensorInfo]]:
+        """Return the live tensors by published names, and the published ones, as far as they are to be received."""
+        choice = self._choice
+        if choice.takes_all:
+            return self._named_for(published), published
+        taken = _taken(published, choice)
+        lives = self._named_for(taken)
+        choice.check({*map(_unwrapped, published), *_names_of(lives)}, where="published, or in what is received into")
+        if not taken:
+            raise ConfigError(
+                f"include: nothing that is published is chosen by it; there are {listed(sorted(published))}",
+                field="include",
+            )
+        chosen = [live.chosen(choice) for live in lives]
+        return [live for live in chosen if live is not None], taken
 
     def _named_for(self, published: Mapping[str, TensorInfo]) -> Sequence[_Live]:
         """Return the live tensors by published names: without wrapper prefixes, with ours, or with the publisher's."""
@@ -332,22 +474,60 @@ class LiveTensors:
                 return named
         return self._live if self._hooked is None else self._hooked.live
 
+    @property
+    def twins(self) -> Mapping[str, str]:
+        return self._twins
+
+    def wanted(self) -> Sequence[Wanted]:
+        names = {name: name for name in self._wanted} | dict(self._twins)
+        at = {name: self.place(name) for name in names}
+        found, _ = places_of({name: self._wanted[other] for name, other in names.items()}, at, rank=global_rank())
+        return found
+
     def memory(self, name: str) -> torch.Tensor:
         live = self._wanted[self._twins.get(name, name)]
         if self.streaming and name not in self._twins:
             if not self.dirty:
                 self._touch()
             return live.detach()
-        self._kept.version = None
-        memory = self._kept.shadow.get(name)
+        shadow = self._own_shadow()
+        shadow.version = None
+        memory = shadow.tensors.get(name)
         if memory is None or not _alike(memory, live):
-            memory = self._kept.shadow[name] = _empty_like(live)
+            memory = shadow.tensors[name] = _empty_like(live)
             self._base = None
         return memory
+
+    def place(self, name: str) -> WholePlace | None:
+        return self._parts.get(self._twins.get(name, name))
+
+    def _own_shadow(self) -> _Shadow:
+        if self._shadow is None:
+            raise AssertionError("there is a shadow from `select` to the commit")
+        return self._shadow
 
     def forget(self) -> None:
         self._base = None
         self._kept.forget()
+        self._publisher = self._kept.publisher
+
+    def _note_places(self) -> None:
+        wanted = {memory_of(live) for live in self._wanted.values()}
+        places = ((name, memory_of(tensor)) for name, tensor in self._named().items())
+        self._places = {name: place for name, place in places if place in wanted}
+
+    def _check_places(self) -> None:
+        """Raise `StateMismatch` if a tensor that is to be filled isn't the one in ``into`` any more."""
+        if self._back:
+            return  # `load_state_dict` finds the tensors of this moment
+        now = self._named()
+        replaced = [name for name, place in self._places.items() if name not in now or memory_of(now[name]) != place]
+        if replaced:
+            raise StateMismatch(
+                f"{listed(replaced)} {'was' if len(replaced) == 1 else 'were'} replaced by another tensor since the "
+                "version was fetched: the commit would not reach what is used now. Fetch it again",
+                mismatched=tuple(replaced),
+            )
 
     def complete(self, name: str) -> None:
         self._complete.add(name)
@@ -355,22 +535,38 @@ class LiveTensors:
             if name in (twin, other) and {twin, other} <= self._complete:
                 mine, theirs = (local_tensor(self.memory(one)).contiguous() for one in (other, twin))
                 if not torch.equal(compat.as_bytes(mine), compat.as_bytes(theirs)):
-                    raise StateMismatch(
-                        f"`{other}` and `{twin}` are published with different values, but are one tensor here (tied "
-                        "weights): only one can be kept. Publish one of them, publish equal values, or untie them here",
-                        mismatched=(other, twin),
-                    )
+                    raise twins_differ(other, twin)
 
     def commit(self, version: int) -> None:
-        if not self.streaming:
-            self._touch()
-            lives = [local_tensor(live) for live in self._wanted.values()]
-            copy_all(lives, [local_tensor(self._kept.shadow[name]) for name in self._wanted])
-            _finish(lives)
-            self._kept.hold(version, (*self._wanted, *self._twins))
+        if self.streaming:
+            self._check_places()
+            self._is_live(version)
+        else:
+            self.fill(version, self._copy_shadow)
+            shadow = self._own_shadow()
+            # Under other names it has what is older.
+            shadow.tensors = {name: shadow.tensors[name] for name in (*self._wanted, *self._twins)}
+            shadow.version, shadow.publisher = version, self._publisher
+        self._give_back()
+
+    def _copy_shadow(self, lives: Mapping[str, torch.Tensor]) -> None:
+        shadow = self._own_shadow()
+        copy_all(
+            [local_tensor(live) for live in lives.values()], [local_tensor(shadow.tensors[name]) for name in lives]
+        )
+
+    def fill(self, version: int, write: Callable[[Mapping[str, torch.Tensor]], None]) -> None:
+        self._check_places()
+        self._touch()
+        write({name: live.detach() for name, live in self._wanted.items()})
+        _finish([local_tensor(live) for live in self._wanted.values()])
+        self._is_live(version)
+
+    def _is_live(self, version: int) -> None:
         for back in self._back:
             back.load({key: one.value for key, one in back.given.items()})
-        self._kept.live = version, {id(live): _Stamp.of(live) for live in self._wanted.values()}
+        stamps = {id(live): _Stamp.of(live) for live in self._wanted.values()}
+        self._kept.live = (version, stamps) if self._publisher == self._kept.publisher else None
         self._committed(version)
         self.dirty = False
         allow_calls(self.into)
@@ -382,28 +578,52 @@ class LiveTensors:
         refuse_calls(self.into)
 
     def abandon(self) -> None:
-        self._wanted, self._twins = {}, {}
+        self._wanted, self._parts, self._twins, self._places = {}, {}, {}, {}
+        self._give_back()
+
+    def _give_back(self) -> None:
+        shadow, self._shadow = self._shadow, None
+        if shadow is not None:
+            self._kept.give(shadow)
 
 
 class CallbackTarget:
     """See the module; implements `Destination`."""
 
     base = None
+    twins: Mapping[str, str] = {}
 
     def __init__(
-        self, into: Apply, kept: _ReceiverMemory, committed: Callable[[int], None], *, streaming: bool
+        self,
+        into: Apply,
+        kept: _ReceiverMemory,
+        committed: Callable[[int], None],
+        *,
+        streaming: bool,
+        choice: NameChoice | None = None,
     ) -> None:
         self.into = into
         self.streaming = streaming
         self.dirty = False
         self.forget = kept.forget
         self._committed = committed
+        self._choice = choice or NameChoice()
         self._published: Mapping[str, TensorInfo] = {}
         self._made: dict[str, torch.Tensor] = {}
+        self._passed: set[str] = set()
 
     def select(self, published: Mapping[str, TensorInfo]) -> tuple[str, ...]:
-        self._published, self._made = published, {}
-        return tuple(published)
+        self._choice.check(tuple(map(_unwrapped, published)), where="published")
+        taken = _taken(published, self._choice)
+        self._published, self._made, self._passed = taken, {}, set()
+        return tuple(taken)
+
+    def place(self, name: str) -> WholePlace | None:
+        del name
+        return None
+
+    def wanted(self) -> Sequence[Wanted]:
+        return [Wanted(name, info.dtype, info.shape, whole(info.shape)) for name, info in self._published.items()]
 
     def memory(self, name: str) -> torch.Tensor:
         if name not in self._made:
@@ -413,18 +633,84 @@ class CallbackTarget:
 
     def complete(self, name: str) -> None:
         if self.streaming:
-            self.dirty = True
-            self.into(name, self._made.pop(name))
+            self._pass(name)
 
     def commit(self, version: int) -> None:
         for name in list(self._made):
-            self.dirty = True
-            self.into(name, self._made.pop(name))
+            self._pass(name)
         self._committed(version)
         self.dirty = False
 
+    def fill(self, version: int, write: Callable[[Mapping[str, torch.Tensor]], None]) -> None:
+        for name in self._published:
+            if name not in self._passed:
+                write({name: self.memory(name)})
+                self._pass(name)
+        self.commit(version)
+
+    def _pass(self, name: str) -> None:
+        """Call the function; if it raises, the tensor stays for the next try."""
+        self.dirty = True
+        self.into(name, self._made[name])
+        self._passed.add(name)
+        del self._made[name]
+
     def abandon(self) -> None:
         self._made = {}
+
+
+def twins_differ(name: str, twin: str) -> StateMismatch:
+    """Return the error for two names of one live tensor that are published with different values."""
+    return StateMismatch(
+        f"`{name}` and `{twin}` are published with different values, but are one tensor here (tied weights): only one "
+        "can be kept. Publish one of them, publish equal values, or untie them here",
+        mismatched=(name, twin),
+    )
+
+
+class FetchedMemory:
+    """A version that lies complete and verified in a destination's memory; implements `FetchedVersion`."""
+
+    def __init__(
+        self,
+        destination: Destination,
+        version: int,
+        meta: Mapping[str, Any],
+        seconds: Mapping[str, float],
+        committed: Callable[[], None] | None = None,
+    ) -> None:
+        """committed: called after each commit."""
+        self.version = version
+        self.meta = meta
+        self.seconds = seconds
+        self._destination = destination
+        self._has_committed = committed
+
+    def commit(self) -> None:
+        self._destination.commit(self.version)
+        if self._has_committed is not None:
+            self._has_committed()
+
+    def release(self) -> None:
+        self._destination.abandon()
+
+
+def _taken(published: Mapping[str, TensorInfo], choice: NameChoice) -> Mapping[str, TensorInfo]:
+    """Return what ``choice`` takes. Raises `ConfigError` for quantized values without their scales, or scales alone."""
+    if choice.takes_all:
+        return published
+    taken = {name: info for name, info in published.items() if choice.takes(_unwrapped(name))}
+    names = StoredNames(published)
+    for name, info in published.items():
+        for scales in scales_beside(name, names) if info.dtype.startswith("float8") else ():
+            if (name in taken) != (scales in taken):
+                one, other = (name, scales) if name in taken else (scales, name)
+                raise ConfigError(
+                    f"include, exclude: `{one}` is chosen without `{other}`, but values and their scales are only "
+                    "right together; choose both or neither",
+                    field="include",
+                )
+    return taken
 
 
 def _say_same(published: Mapping[str, TensorInfo], one: str, other: str) -> bool:

@@ -26,7 +26,7 @@ from holdfast import _torch_compat as compat
 from holdfast.boxes import row_blocks
 from holdfast.sync.weights.buckets import BucketEntry, BucketPlan
 from holdfast.sync.weights.checksums import checksum, kind_for
-from holdfast.sync.weights.pieces import address_of, bytes_of, note_write, pack, source_of, target_of, unpack
+from holdfast.sync.weights.pieces import address_of, bytes_of, lying_source, note_write, pack, target_of, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -74,7 +74,8 @@ class Spans:
         for span in self._spans:
             own = None
             if span.alone:
-                own = bytes_of(source_of(span.plan.entries[0], pieces))
+                lying = lying_source(span.plan.entries[0], pieces)
+                own = None if lying is None else bytes_of(lying)
             if own is None:
                 pack(span.plan, pieces, slot)
             placed.append(_placed(own, span, slot))
@@ -175,7 +176,8 @@ class BucketCopy:
         if kind != _HOST:
             pack(self.plan, pieces, memory)
             return kind, checksum(memory, kind)
-        sources = [address_of(source_of(entry, pieces)) if entry.nbytes else None for entry in self.plan.entries]
+        lying = [lying_source(entry, pieces) if entry.nbytes else None for entry in self.plan.entries]
+        sources = [None if source is None else address_of(source) for source in lying]
         base, hashing = memory.data_ptr(), _Hashing(memory)
         for plan, moves in self._steps:
             if any(sources[move.entry] is None for move in moves):

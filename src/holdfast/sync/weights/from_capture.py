@@ -3,7 +3,8 @@
     SharedCapture (of the last save) -> `captured_of`: names -> (all ranks agree) -> `Shared`: table and memory
 
 A name is taken from the capture if its memory is what was captured, as the same tensor; never a buffer, which a save
-copies at once because it may change. Such a name is cut as in the checkpoint, so that each rank has what it sends.
+copies at once because it may change, nor what is published as another dtype or in parts. Such a name is cut as in the
+checkpoint, so that each rank has what it sends.
 
 Guarantees: ranks that agree on the names ``apart`` have tables that together tile every tensor.
 Assumes: the ranks that save are those that publish, in the same order; the training thread, with no update since.
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from holdfast.format.structure import is_per_rank
 from holdfast.state.entries import local_tensor
 from holdfast.sync.weights.buckets import Piece
-from holdfast.sync.weights.pieces import Local
+from holdfast.sync.weights.pieces import Local, TensorParts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -59,11 +60,13 @@ def captured_of(held: SharedCapture, look: WeightsSpec, weights: Weights, *, tim
     theirs = {spec.name: _kind(spec, known) for spec in known.tensors if not is_per_rank(spec.path)}
     mine = {spec.name: _kind(spec, look.structure) for spec in look.structure.tensors}
     by_memory: dict[Any, list[str]] = {}
-    for name, tensor in capture.snapshot.lazy.items():
-        by_memory.setdefault(_memory(tensor), []).append(name)
+    for name, staged in capture.snapshot.lazy.items():
+        by_memory.setdefault(_memory(staged), []).append(name)
     by_memory.pop(None, None)
     names: dict[str, str] = {}
     for name, tensor in weights.items():
+        if isinstance(tensor, TensorParts):
+            continue
         found = [other for other in by_memory.get(_memory(tensor), ()) if theirs.get(other) == mine[name]]
         if found:  # the same on all ranks, even if tied parameters have several names
             names[name] = min(found, key=lambda other: (not f".{other}".endswith(f".{name}"), other))

@@ -289,7 +289,7 @@ class _VersionBlock:
     def fill(self, image: Image, pieces: Sequence[Local]) -> list[Local]:
         """Copy the pieces, wait for that, and return their new memory."""
         events.count("sync_bytes_staged", sum(entry.nbytes for plan in self._plans for entry in plan.entries))
-        devices = {local.tensor.device for local in pieces if local.tensor.device.type != "cpu"}
+        devices = {local.source.device for local in pieces if local.source.device.type != "cpu"}
         if any(device.type == "cuda" for device in devices):
             image.pin()
         try:

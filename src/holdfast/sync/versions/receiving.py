@@ -1,0 +1,729 @@
+"""Fetch versions from a publisher's blocks, and commit them: one receiver's half.
+
+    watch (a thread) -> News -> fetch: a lease of every rank -> map -> verify where it lies -> commit: copy, once
+
+Guarantees: nothing of the destination is written before the version is complete on all ranks and every extent of it was
+verified where it lies, from the publisher's record on. What was written is of that version if the epochs are as before
+after the last byte; otherwise `VersionRevoked`, and the destination stays dirty. A receiver that stops, or never comes
+back, costs the publisher at most one block. What has been fetched stays readable when the publisher dies.
+Assumes: the publisher and this process share a host and a user.
+Does not: keep a copy of its own, or decide when to commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+import torch
+
+from holdfast import _torch_compat as compat
+from holdfast import events
+from holdfast.boxes import intersect
+from holdfast.coordination.deadline import Deadline
+from holdfast.coordination.store import BoardLost
+from holdfast.errors import (
+    CheckpointCorrupt,
+    CheckpointNotFound,
+    ConfigError,
+    FetchCancelled,
+    HoldfastError,
+    PeerLost,
+    StateMismatch,
+    VersionRevoked,
+)
+from holdfast.state.entries import torch_dtype
+from holdfast.state.structure import part_of
+from holdfast.storage.ranged_reads import take_turns
+from holdfast.sync.session.fetcher import infos_of, parts_of
+from holdfast.sync.session.futures import CloseSignal
+from holdfast.sync.session.links import Ended, EventLoop, Link
+from holdfast.sync.session.rendezvous import PLACES, RendezvousClient, open_rendezvous
+from holdfast.sync.versions import messages
+from holdfast.sync.versions.block import BlockLayout, MappedBlock, RankVersion
+from holdfast.sync.versions.serving import connect_to, is_gone
+from holdfast.sync.weights.apply import twins_differ
+from holdfast.sync.weights.pieces import Local, copy_all, copy_threads, global_rank, places_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from holdfast.engine.messages import EngineMessage
+    from holdfast.sync.protocol import Destination
+    from holdfast.sync.session.rendezvous import Rendezvous
+    from holdfast.sync.weights.buckets import PieceBox, Wanted
+
+_LOOK_S: Final = 0.01
+"""How often a watcher looks for a publisher that isn't there yet."""
+_CONNECT_S: Final = 5.0
+_ANSWER_S: Final = 0.3
+"""How long a rendezvous may take to answer before it counts as silent; it is asked again."""
+_SLICE_S: Final = 0.5
+_numbers = iter(range(1, 1 << 62))
+_RECORDS_MAX_LAYOUTS: Final = 8
+
+
+class Known(NamedTuple):
+    """What a publisher has: its ranks, and its versions, ascending."""
+
+    places: messages.PublisherPlaces
+    records: tuple[messages.VersionRecord, ...]
+
+    def find(self, version: int) -> messages.VersionRecord | None:
+        return next((record for record in self.records if record.version == version), None)
+
+
+class PublisherWatch:
+    """Learns what a publisher has, on a thread of its own that ends with `close`; all methods are for any thread."""
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._closed = CloseSignal()
+        self._rendezvous = RendezvousClient(rendezvous, self._closed)
+        self._trouble = ""
+        """Why no publisher is found, if it isn't just absent."""
+        self._loop: EventLoop | None = None
+        self._changed = threading.Condition()
+        self._known: Known | None = None
+        self._error: HoldfastError | None = None
+        self._closing = False
+        self._woken = False
+        self._thread: threading.Thread | None = None
+        self._owner = os.getpid()
+
+    def start(self) -> None:
+        """Start the thread, if it isn't running."""
+        with self._changed:
+            if self._thread is None and not self._closing:
+                self._loop = EventLoop()
+                self._thread = threading.Thread(target=self._live, name="holdfast-sync-watch", daemon=True)
+                self._thread.start()
+
+    @property
+    def known(self) -> Known | None:
+        """What the publisher has, as far as it has told; None while there is none. Raises what went wrong, once."""
+        with self._changed:
+            error, self._error = self._error, None
+            if error is not None:
+                raise error
+            return self._known
+
+    @property
+    def trouble(self) -> str:
+        """Why no publisher is found, if it isn't just absent; empty otherwise."""
+        return self._trouble
+
+    def wait(self, timeout_s: float, before: Known | None) -> Known | None:
+        """Wait until something else is known than ``before``, for `wake`, or for an error, which is raised."""
+
+        def has_changed() -> bool:
+            return self._known is not before or self._error is not None or self._closing or self._woken
+
+        with self._changed:
+            self._changed.wait_for(has_changed, timeout_s)
+            self._woken = False
+        return self.known
+
+    def wake(self) -> None:
+        """End a wait."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the thread; idempotent, doesn't wait for a rendezvous that doesn't answer."""
+        with self._changed:
+            self._closing = True
+            self._closed.say()
+            self._changed.notify_all()
+            thread, loop = self._thread, self._loop
+        if loop is not None and os.getpid() == self._owner:
+            loop.wake()
+        if thread is not None and thread is not threading.current_thread() and os.getpid() == self._owner:
+            thread.join(_CONNECT_S)
+
+    # the thread ----------------------------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        assert self._loop is not None
+        try:
+            while not self._closing:
+                try:
+                    places = self._find()
+                    if places is not None:
+                        self._follow(places)
+                except BoardLost as error:  # its host may start, or go on, at any time
+                    self._trouble = str(error)
+                    self._pause(_LOOK_S)
+                except HoldfastError as error:
+                    self._say(None, error)
+                    self._pause(_SLICE_S)
+        finally:
+            self._loop.close()
+
+    def _find(self) -> messages.PublisherPlaces | None:
+        """Return a publisher that may be there; None after a pause if there is none."""
+        found = self._rendezvous.get(PLACES, _ANSWER_S)
+        self._trouble = ""
+        if found is None:
+            self._pause(_LOOK_S)
+            return None
+        return decode_places(found, self._rendezvous.shown)
+
+    def _follow(self, places: messages.PublisherPlaces) -> None:
+        """Hear a publisher's news until it ends."""
+        assert self._loop is not None
+        try:
+            sock = connect_to(places.ranks[0], _CONNECT_S)
+        except OSError:
+            self._pause(_LOOK_S)
+            return
+        link = Link(sock, "publisher rank 0", messages.FromRank)
+        self._loop.add(link)
+        try:
+            link.send(messages.Introduce(_name(), places.token))
+            link.send(messages.AskNews())
+            while not self._closing:
+                for _, said in self._heard():
+                    if isinstance(said, Ended):
+                        return
+                    if isinstance(said, messages.News):
+                        self._say(Known(places, said.records), None)
+        finally:
+            self._loop.drop(link)
+            self._say(None, None)
+
+    def _heard(self) -> Iterator[tuple[Link, EngineMessage | Ended]]:
+        assert self._loop is not None
+        for found in self._loop.hear(_SLICE_S):
+            assert not isinstance(found, socket.socket)
+            yield found
+
+    def _say(self, known: Known | None, error: HoldfastError | None) -> None:
+        with self._changed:
+            self._known, self._error = known, error or self._error
+            self._changed.notify_all()
+
+    def _pause(self, seconds: float) -> None:
+        assert self._loop is not None
+        for _ in self._loop.hear(seconds):
+            pass
+
+
+def decode_places(found: bytes, shown: str) -> messages.PublisherPlaces:
+    """Decode what a publisher has left in the rendezvous. Raises `ConfigError` for one of another transport."""
+    try:
+        return msgspec.msgpack.decode(found, type=messages.PublisherPlaces)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(
+            f"the publisher at {shown} uses another transport than this receiver, or another version of Holdfast "
+            f"({error}); use the same on both sides",
+            field="transport",
+        ) from error
+
+
+def _name() -> str:
+    return f"{socket.gethostname()}:{os.getpid()}:{next(_numbers)}"
+
+
+class _SelectedParts(NamedTuple):
+    """What a destination takes: its boxes, and for each rank the parts of the pieces in its block."""
+
+    names: tuple[str, ...]
+    wanted: list[Wanted]
+    parts: list[list[PieceBox]]
+    extents: list[list[int]]
+    nbytes: int
+
+
+class RankConnections:
+    """This receiver's connections to all ranks of one publisher, and the blocks that it has mapped."""
+
+    def __init__(self, places: messages.PublisherPlaces, deadline: Deadline) -> None:
+        """Connect. Raises `PeerLost` if a rank is gone."""
+        self.places = places
+        self._loop = EventLoop()
+        self._links: list[Link] = []
+        self._blocks: list[dict[int, MappedBlock]] = [{} for _ in places.ranks]
+        self._layouts: dict[bytes, BlockLayout] = {}
+        self._asked = 0
+        self._news: list[messages.News] = []
+        self._sending = threading.Lock()
+        self._returned: deque[tuple[int, messages.Granted]] = deque()
+        """Leases to give back; by whoever may send next."""
+        self.selections: dict[tuple[bytes, ...], _SelectedParts] = {}
+        name = _name()
+        try:
+            for rank, place in enumerate(places.ranks):
+                try:
+                    sock = connect_to(place, min(_CONNECT_S, deadline.left_s()))
+                except OSError as error:
+                    ended = "it has ended" if is_gone(error) else f"it can't be reached ({error.strerror or error})"
+                    raise self._lost(rank, ended, None) from error
+                link = Link(sock, f"publisher rank {rank}", messages.FromRank)
+                self._loop.add(link)
+                self._links.append(link)
+                link.send(messages.Introduce(name, places.token))
+        except BaseException:
+            self.close()
+            raise
+
+    def wake(self) -> None:
+        self._loop.wake()
+
+    def close(self) -> None:
+        self._loop.close()
+
+    def records(self, deadline: Deadline, check: Callable[[], None]) -> tuple[messages.VersionRecord, ...]:
+        """Ask rank 0 for the versions that there are now. check: called while waiting; may raise."""
+        self._links[0].send(messages.AskNews(once=True))
+        self._news.clear()
+        while not self._news:
+            check()
+            self._hear({}, None, deadline)
+        return self._news[-1].records
+
+    def lease(
+        self, record: messages.VersionRecord, deadline: Deadline, check: Callable[[], None]
+    ) -> list[tuple[MappedBlock, messages.Granted]]:
+        """Take a lease on the version from every rank, or on none. check: called while waiting; may raise.
+
+        Raises the reason of a rank that refuses, `PeerLost`, `DeadlineExceeded`.
+        """
+        self._asked += 1
+        for link, digest in zip(self._links, record.digests, strict=True):
+            link.send(messages.TakeLease(self._asked, record.version, digest))
+        granted: dict[int, messages.Granted] = {}
+        try:
+            while len(granted) < len(self._links):
+                check()
+                self._hear(granted, record.version, deadline)
+        except BaseException:
+            self._asked += 1  # what is granted from now on is given back
+            self.give_back(granted)
+            raise
+        return [(self._blocks[rank][granted[rank].block], granted[rank]) for rank in range(len(self._links))]
+
+    def give_back(self, granted: Mapping[int, messages.Granted]) -> None:
+        """End leases, by rank, soon. Any thread; doesn't wait."""
+        self._returned.extend(granted.items())
+        if self._sending.acquire(blocking=False):  # else who sends now does this afterwards
+            self.let_go()
+
+    @contextlib.contextmanager
+    def sending(self) -> Iterator[None]:
+        """Be the one thread that uses the connections."""
+        self._sending.acquire()
+        try:
+            yield
+        finally:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Give back what is to be given back, and let others send; the caller holds the lock."""
+        while True:
+            while self._returned:
+                rank, said = self._returned.popleft()
+                self._links[rank].send(messages.GiveBack(said.block, said.epoch))
+            self._sending.release()
+            if not self._returned or not self._sending.acquire(blocking=False):
+                return
+
+    def version_of(self, block: MappedBlock, granted: messages.Granted, digest: bytes, what: str) -> RankVersion:
+        """Return a rank's part of a version; see `RankVersion`."""
+        if len(self._layouts) > _RECORDS_MAX_LAYOUTS * len(self._links):
+            self._layouts.clear()
+        sizes = granted.data_bytes, granted.layout_bytes, granted.sums
+        return RankVersion(block, sizes, digest, self._layouts, what=what)
+
+    def _hear(self, granted: dict[int, messages.Granted], version: int | None, deadline: Deadline) -> None:
+        """Take in what ranks answer, for a moment."""
+        if deadline.passed():
+            raise self._silent(granted, version, deadline)
+        for found in self._loop.hear(min(_SLICE_S, deadline.left_s())):
+            assert not isinstance(found, socket.socket)
+            link, said = found
+            rank = self._links.index(link)
+            if isinstance(said, Ended):
+                raise self._lost(rank, said.why, version)
+            if isinstance(said, messages.BlockFile):
+                blocks = self._blocks[rank]
+                blocks[said.block] = MappedBlock(link.descriptors.popleft(), said.nbytes)
+                for number in blocks.keys() - said.alive:
+                    del blocks[number]
+            elif isinstance(said, messages.News):
+                self._news.append(said)
+            elif isinstance(said, messages.Granted):
+                if said.number == self._asked:
+                    granted[rank] = said
+                else:
+                    link.send(messages.GiveBack(said.block, said.epoch))
+            elif isinstance(said, messages.LeaseRefused) and said.number == self._asked:
+                raise said.reason.cause()
+
+    def _silent(
+        self, granted: Mapping[int, messages.Granted], version: int | None, deadline: Deadline
+    ) -> HoldfastError:
+        ranks = [0] if version is None else [rank for rank in range(len(self._links)) if rank not in granted]
+        asked = "its versions" if version is None else f"version {version}"
+        return deadline.exceeded(
+            f"an answer of publisher rank(s) {', '.join(map(str, ranks))} to a request for {asked}",
+            "is it stopped? Look at its log, or raise the timeout",
+        )
+
+    def _lost(self, rank: int, why: str, version: int | None) -> PeerLost:
+        return PeerLost(
+            f"publisher rank {rank} was lost: {why}. Receive again when a publisher is there",
+            peer=f"publisher rank {rank}",
+            phase="lease",
+            version=version,
+        )
+
+
+class BlockReceiving:
+    """See the module; implements `Receiving`."""
+
+    def __init__(self, *, rendezvous: Any, peer_timeout_s: float) -> None:
+        self._rendezvous = open_rendezvous(rendezvous, hosting=False)
+        self._peer_timeout_s = peer_timeout_s
+        self._watch = PublisherWatch(self._rendezvous)
+        self._ranks: RankConnections | None = None
+        self._own_of = ""
+        """The publisher of what was fetched last."""
+        self._cancelled = False
+        self._leaving = False
+
+    def newest(self, newer_than: int | None) -> int | None:
+        self._watch.start()
+        known = self._watch.known
+        record = None if known is None else self._newer(known, newer_than)
+        return None if record is None else record.version
+
+    def fetch(
+        self, destination: Destination, version: int | None, newer_than: int | None, deadline: Deadline
+    ) -> FetchedBlocks:
+        began = time.monotonic()
+        self._watch.start()
+        while True:
+            known, record = self._wait_for(version, newer_than, deadline)
+            waited_s = time.monotonic() - began
+            try:
+                fetched = self._fetch(destination, known.places, record, deadline)
+            except (CheckpointNotFound, VersionRevoked):
+                destination.abandon()
+                if version is not None or not self._is_superseded(record):
+                    raise
+                continue
+            except BaseException:
+                destination.abandon()
+                raise
+            self._own_of = known.places.incarnation
+            fetched.seconds = {"wait": waited_s, "transfer": time.monotonic() - began - waited_s}
+            return fetched
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._wake()
+
+    def leave(self) -> None:
+        self._leaving = True
+        self._wake()
+
+    def close(self) -> None:
+        self._watch.close()
+        self._disconnect()
+        self._rendezvous.close()
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        self._watch.wake()
+        ranks = self._ranks
+        if ranks is not None:
+            ranks.wake()
+
+    def _check(self) -> None:
+        if self._leaving:
+            raise ConfigError("this receiver was closed while it received; make a new one", field="receiver")
+        if self._cancelled:
+            self._cancelled = False
+            raise FetchCancelled("the fetch was cancelled; nothing was committed")
+
+    def _newer(self, known: Known, newer_than: int | None) -> messages.VersionRecord | None:
+        """Return the newest record, if it is news: newer, or of another publisher."""
+        if not known.records:
+            return None
+        newest = known.records[-1]
+        is_news = newer_than is None or newest.version > newer_than
+        return newest if is_news or self._own_of not in ("", known.places.incarnation) else None
+
+    def _wait_for(
+        self, version: int | None, newer_than: int | None, deadline: Deadline
+    ) -> tuple[Known, messages.VersionRecord]:
+        known = heard = self._watch.known
+        if known is not None:  # what was published before this call counts, even if its news are on their way
+            known = self._asked(known.places, deadline)
+        while True:
+            self._check()
+            if known is not None:
+                record = self._newer(known, newer_than) if version is None else known.find(version)
+                if record is not None:
+                    return known, record
+                if version is not None and known.records and known.records[-1].version > version:
+                    raise _not_kept(version, known)
+            if deadline.passed():
+                raise self._nothing(version, newer_than, known, deadline)
+            told = self._watch.wait(min(deadline.left_s(), _SLICE_S), heard)
+            known, heard = (told, told) if told is not heard else (known, heard)
+
+    def _asked(self, places: messages.PublisherPlaces, deadline: Deadline) -> Known | None:
+        """Ask the publisher what it has; None if it is gone."""
+        try:
+            ranks = self._connected(places, deadline)
+            with ranks.sending():
+                return Known(places, ranks.records(self._patience(deadline), self._check))
+        except PeerLost:
+            self._disconnect()
+            return None
+
+    def _patience(self, deadline: Deadline) -> Deadline:
+        return Deadline.after(min(self._peer_timeout_s, deadline.left_s()))
+
+    def _disconnect(self) -> None:
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.close()
+
+    def _nothing(
+        self, version: int | None, newer_than: int | None, known: Known | None, deadline: Deadline
+    ) -> HoldfastError:
+        which = "a version" if version is None else f"version {version}"
+        newer = "" if version is not None or newer_than is None else f" newer than {newer_than}"
+        where = self._rendezvous.shown
+        if known is None:
+            why = f" ({self._watch.trouble})" if self._watch.trouble else ""
+            return deadline.exceeded(
+                f"{which}{newer}",
+                f"no publisher was found at {where}{why}. See whether it lives and uses the same rendezvous, or raise "
+                "the timeout",
+            )
+        have = ", ".join(str(record.version) for record in known.records) or "none"
+        return deadline.exceeded(f"{which}{newer}", f"the publisher at {where} has: {have}. Allow it more time")
+
+    def _is_superseded(self, record: messages.VersionRecord) -> bool:
+        """Return True if another version than this is the newest by now; waits a moment for the news."""
+        until = Deadline.after(_SLICE_S)
+        while not until.passed():
+            known = self._watch.known
+            if known is not None and known.records and known.records[-1] != record:
+                return True
+            self._watch.wait(_LOOK_S, known)
+        return False
+
+    def _fetch(
+        self,
+        destination: Destination,
+        places: messages.PublisherPlaces,
+        record: messages.VersionRecord,
+        deadline: Deadline,
+    ) -> FetchedBlocks:
+        ranks = self._connected(places, deadline)
+        try:
+            with ranks.sending():
+                leased = ranks.lease(record, self._patience(deadline), self._check)
+        except PeerLost:
+            self._disconnect()
+            raise
+        fetched = FetchedBlocks(destination, record, ranks, leased)
+        try:
+            fetched.verify(self._check)
+        except BaseException:
+            fetched.release()
+            raise
+        events.count("sync_bytes_received", fetched.nbytes)
+        return fetched
+
+    def _connected(self, places: messages.PublisherPlaces, deadline: Deadline) -> RankConnections:
+        if self._ranks is None or self._ranks.places != places:
+            self._disconnect()
+            self._ranks = RankConnections(places, deadline)
+        return self._ranks
+
+
+def _not_kept(version: int, known: Known) -> CheckpointNotFound:
+    have = ", ".join(str(record.version) for record in known.records)
+    return CheckpointNotFound(
+        f"version {version} is not kept: the publisher has {have}, and newer ones than that are published. Ask for one "
+        "of these, or let the publisher pin versions that must stay, or raise keep_versions",
+        path="the publisher's versions",
+        step=version,
+    )
+
+
+class FetchedBlocks:
+    """A version in a publisher's blocks, leased and verified; implements `FetchedVersion`."""
+
+    def __init__(
+        self,
+        destination: Destination,
+        record: messages.VersionRecord,
+        ranks: RankConnections,
+        leased: Sequence[tuple[MappedBlock, messages.Granted]],
+    ) -> None:
+        self.version = record.version
+        self.nbytes = 0
+        self.seconds: Mapping[str, float] = {}
+        self._meta = record.meta
+        self._digests = record.digests
+        self._destination = destination
+        self._connections = ranks
+        self._leased = list(leased)
+        self._parts: list[tuple[RankVersion, list[PieceBox]]] = []
+        self._released = False
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        found: dict[str, Any] = msgspec.msgpack.decode(self._meta) if self._meta else {}
+        return found
+
+    def verify(self, check: Callable[[], None]) -> None:
+        """Select what the destination takes, and verify it where it lies. check: may raise, to end it."""
+        self._check_epochs()
+        try:
+            self._verify(check)
+        except (CheckpointCorrupt, StateMismatch):
+            self._check_epochs()  # bytes of another version are no damage
+            raise
+
+    def _verify(self, check: Callable[[], None]) -> None:
+        versions = [
+            self._connections.version_of(block, granted, digest, f"version {self.version}, publisher rank {rank}")
+            for rank, ((block, granted), digest) in enumerate(zip(self._leased, self._digests, strict=True))
+        ]
+        selection = self._select([version.layout for version in versions], versions)
+        self._parts = list(zip(versions, selection.parts, strict=True))
+        self.nbytes = selection.nbytes
+        jobs = [job for version, some in zip(versions, selection.extents, strict=True) for job in version.checks(some)]
+        take_turns([partial(_checked, job, check) for job in jobs], copy_threads())
+        self._check_epochs()
+        self._check_twins(selection.wanted)
+        self._check_epochs()
+        if self._destination.streaming:
+            lives = {name: self._destination.memory(name) for name in selection.names}
+            self._write(lives)
+            self._check_epochs()
+            for name in selection.names:
+                self._destination.complete(name)
+
+    def commit(self) -> None:
+        if self._released:
+            raise AssertionError("this version was released")
+        if self._destination.streaming:
+            self._destination.commit(self.version)
+            return
+        self._check_epochs()
+        self._destination.fill(self.version, self._write_checked)
+
+    def release(self) -> None:
+        if not self._released:
+            self._released = True
+            self._connections.give_back({rank: granted for rank, (_, granted) in enumerate(self._leased)})
+            self._leased, self._parts = [], []
+            self._destination.abandon()
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _select(self, layouts: Sequence[BlockLayout], versions: Sequence[RankVersion]) -> _SelectedParts:
+        destination = self._destination
+        names = destination.select(infos_of(layout.table for layout in layouts))
+        wanted = list(destination.wanted())
+        key = self._digests_of(layouts)
+        known = self._connections.selections.get(key)
+        if known is not None and known.names == names and known.wanted == wanted:
+            return known
+        parts = parts_of([layout.table for layout in layouts], wanted, set(names))
+        extents = [
+            version.extents_of((part.piece, part.box) for part in some)
+            for version, some in zip(versions, parts, strict=True)
+        ]
+        nbytes = sum(
+            layout.nbytes(part.piece) * part.box.volume // max(1, layout.table[part.piece].box.volume)
+            for layout, some in zip(layouts, parts, strict=True)
+            for part in some
+        )
+        made = _SelectedParts(names, wanted, parts, extents, nbytes)
+        self._connections.selections.clear()
+        self._connections.selections[key] = made
+        return made
+
+    @staticmethod
+    def _digests_of(layouts: Sequence[BlockLayout]) -> tuple[bytes, ...]:
+        return tuple(layout.digest for layout in layouts)
+
+    def _write_checked(self, lives: Mapping[str, torch.Tensor]) -> None:
+        self._write(lives)
+        self._check_epochs()
+
+    def _write(self, lives: Mapping[str, torch.Tensor]) -> None:
+        """Copy what the tensors take of the blocks into them."""
+        at = {name: self._destination.place(name) for name in lives}
+        _, places = places_of(lives, at, rank=global_rank())
+        self._copy(places)
+
+    def _copy(self, places: Mapping[str, Sequence[Local]]) -> None:
+        copies = [copy for version, parts in self._parts for copy in _copies(version, parts, places)]
+        copy_all([target for target, _ in copies], [source for _, source in copies], self._check_epochs)
+
+    def _check_twins(self, wanted: Sequence[Wanted]) -> None:
+        """Raise `StateMismatch` if names of one live tensor have different values."""
+        boxes: dict[str, list[Local]] = {}
+        for name, other in self._destination.twins.items():
+            for one in (name, other):
+                boxes[one] = [
+                    Local(want.box, torch.empty(want.box.sizes, dtype=torch_dtype(want.dtype)))
+                    for want in wanted
+                    if want.name == one
+                ]
+            self._copy({one: boxes[one] for one in (name, other)})
+            for mine, theirs in zip(boxes[name], boxes[other], strict=True):
+                if not torch.equal(compat.as_bytes(mine.tensor), compat.as_bytes(theirs.tensor)):
+                    raise twins_differ(other, name)
+
+    def _check_epochs(self) -> None:
+        for block, granted in self._leased:
+            if block.epoch != granted.epoch:
+                raise VersionRevoked(
+                    f"version {self.version} is gone: the publisher needed the memory that this receiver had fetched "
+                    "it into view of, as it was held for long. Fetch a version again; commit sooner, or raise "
+                    "keep_versions",
+                    version=self.version,
+                )
+
+
+def _checked(job: Callable[[], None], check: Callable[[], None]) -> None:
+    check()
+    job()
+
+
+def _copies(
+    version: RankVersion, parts: Sequence[PieceBox], places: Mapping[str, Sequence[Local]]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield (target, source) for the parts of one rank's block that go to ``places``."""
+    table = version.layout.table
+    for part in parts:
+        piece = table[part.piece]
+        where = places.get(piece.name)
+        if not where or not part.box.volume:
+            continue
+        source = version.piece(part.piece)
+        for box, tensor in where:
+            shared = intersect(box, part.box)
+            if shared is not None and shared.volume:
+                target = tensor if shared == box else part_of(tensor, shared, box)
+                yield target, source if shared == piece.box else part_of(source, shared, piece.box)

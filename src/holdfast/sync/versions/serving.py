@@ -1,0 +1,259 @@
+"""Give receivers leases on one rank's blocks, and rank 0's news: a thread that answers and never waits for one of them.
+
+Guarantees: a receiver that doesn't read what it is sent loses its connection, and with it its leases; nobody else
+notices. What receivers ask is answered by the books alone: no receiver can make the publisher wait.
+Assumes: `Served.lock` is held around each look into the books, by all threads.
+Does not: read or write blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from holdfast.coordination.failure import RankFailure
+from holdfast.errors import ConfigError, HoldfastError, StorageError
+from holdfast.sync.session.links import Ended, EventLoop, Link
+from holdfast.sync.versions import messages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from holdfast.engine.messages import EngineMessage
+    from holdfast.sync.versions.block import BlockLayout, BlockMemory
+    from holdfast.sync.versions.books import Books
+
+_log = logging.getLogger("holdfast")
+_INTRODUCTION_S: Final = 10.0
+_LOOK_S: Final = 1.0
+_QUEUED_MAX: Final = 4096
+"""Messages of a receiver that are answered before those of others get their turn."""
+_BACKLOG: Final = 1024
+_NAME_BYTES_MAX: Final = 100
+"""Length of a socket's path, for which Linux has 108 bytes."""
+_PEER: Final = struct.Struct("3i")
+"""pid, uid and gid of a peer."""
+
+
+@dataclass(slots=True, eq=False)
+class Served:
+    """What a rank has to serve; shared by the thread that publishes and the one that answers."""
+
+    books: Books
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    memory: dict[int, BlockMemory] = field(default_factory=dict)
+    """By number of the block."""
+    layouts: dict[int, BlockLayout] = field(default_factory=dict)
+    """By version."""
+    records: tuple[messages.VersionRecord, ...] = ()
+    """On rank 0: the versions that exist, ascending."""
+    closed: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(slots=True, eq=False)
+class _LeaseHolder:
+    """A connected receiver; ``files``: numbers of the blocks whose memory it has been given."""
+
+    name: str
+    files: set[int] = field(default_factory=set)
+    watches: bool = False
+    told: tuple[messages.VersionRecord, ...] | None = None
+
+
+class BlockServer:
+    """Answers receivers of one publisher rank, on a thread of its own, until `close`."""
+
+    def __init__(self, rank: int, sock: socket.socket, token: str, served: Served) -> None:
+        self._rank = rank
+        self._sock = sock
+        self._token = token
+        self._served = served
+        self._loop = EventLoop()
+        self._loop.listen(sock)
+        self._strangers: dict[Link, float] = {}
+        self._readers: dict[Link, _LeaseHolder] = {}
+        self._stopping = False
+        self._thread = threading.Thread(target=self._live, name=f"holdfast-versions-{rank}", daemon=True)
+        self._thread.start()
+
+    def tell(self) -> None:
+        """Send the news to all who watch, soon. Any thread."""
+        self._loop.wake()
+
+    def close(self, timeout_s: float) -> None:
+        """End all connections; idempotent."""
+        self._stopping = True
+        self._loop.wake()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    # the thread ----------------------------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        try:
+            while not self._stopping:
+                for found in self._loop.hear(_LOOK_S):
+                    if isinstance(found, socket.socket):
+                        self._accept(found)
+                    else:
+                        self._answer(*found)
+                self._tell_news()
+                self._turn_away_silent()
+        except BaseException:
+            _log.exception("publisher rank %d no longer serves its versions", self._rank)
+            raise
+        finally:
+            self._loop.close()
+            self._sock.close()
+
+    def _accept(self, sock: socket.socket) -> None:
+        if not _is_same_user(sock):
+            sock.close()
+            return
+        link = Link(sock, "a receiver", messages.ToRank)
+        self._strangers[link] = time.monotonic()
+        self._loop.add(link)
+
+    def _answer(self, link: Link, message: EngineMessage | Ended) -> None:
+        reader = self._readers.get(link)
+        if isinstance(message, Ended):
+            self._drop(link)
+        elif isinstance(message, messages.Introduce) and reader is None and message.token == self._token:
+            self._strangers.pop(link, None)
+            self._readers[link] = _LeaseHolder(message.receiver)
+        elif reader is None:
+            self._drop(link)
+        elif isinstance(message, messages.AskNews):
+            if message.once:
+                link.send(messages.News(self._served.records))
+            else:
+                reader.watches = True
+        elif isinstance(message, messages.TakeLease):
+            self._grant(link, reader, message)
+        elif isinstance(message, messages.GiveBack):
+            with self._served.lock:
+                self._served.books.release(link, message.block, message.epoch)
+
+    def _grant(self, link: Link, reader: _LeaseHolder, asked: messages.TakeLease) -> None:
+        served = self._served
+        with served.lock:
+            try:
+                block, version, epoch = served.books.lease(link, asked.version, asked.digest)
+            except HoldfastError as error:
+                link.send(messages.LeaseRefused(asked.number, RankFailure.of(error, rank=self._rank)))
+                return
+            memory, layout = served.memory[block.number], served.layouts[version]
+            if block.number not in reader.files:
+                reader.files.add(block.number)
+                alive = tuple(served.memory)
+                link.pass_on(messages.BlockFile(block.number, block.nbytes, alive), memory.read_only_fd)
+        link.send(
+            messages.Granted(asked.number, block.number, epoch, layout.data_bytes, len(layout.encoded), layout.extents)
+        )
+
+    def _tell_news(self) -> None:
+        records = self._served.records
+        for link, reader in self._readers.items():
+            if reader.watches and reader.told is not records and not link.has_more:
+                reader.told = records
+                link.send(messages.News(records))
+
+    def _turn_away_silent(self) -> None:
+        now = time.monotonic()
+        for link in [link for link, since in self._strangers.items() if now - since > _INTRODUCTION_S]:
+            self._drop(link)
+
+    def _drop(self, link: Link) -> None:
+        self._loop.drop(link)
+        self._strangers.pop(link, None)
+        if self._readers.pop(link, None) is not None:
+            with self._served.lock:
+                self._served.books.forget(link)
+
+
+def _is_same_user(sock: socket.socket) -> bool:
+    """Return True for a process of this user (or of root), which could read this one's memory anyway."""
+    _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return uid in (0, os.geteuid())
+
+
+# Sockets with a path ----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _short(path: str) -> Iterator[str]:
+    """Yield a path of the same file that is short enough for a socket's address."""
+    if len(os.fsencode(path)) <= _NAME_BYTES_MAX:
+        yield path
+        return
+    directory, name = os.path.split(path)
+    fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{name}"
+    finally:
+        os.close(fd)
+
+
+def listen_at(path: str) -> socket.socket:
+    """Return a socket that listens at ``path``, for this user only; the directory is made. Raises `StorageError`."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with _short(path) as short:
+            sock.bind(short)
+        os.chmod(path, 0o600)
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise StorageError(
+            f"receivers can't be let in at {path}: {error.strerror or error}; give the transport a directory of a "
+            "local file system that both sides see (directory=)",
+            path=path,
+            errno=error.errno,
+        ) from error
+    return sock
+
+
+def connect_to(place: messages.RankPlace, timeout_s: float) -> socket.socket:
+    """Return a connection to a publisher rank. Raises `OSError`; `ConfigError` for one of another host."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(max(timeout_s, 0.01))
+        with _short(place.path) as short:
+            sock.connect(short)
+    except OSError as error:
+        sock.close()
+        if place.boot != boot_id():
+            raise ConfigError(
+                f"the publisher's versions are in the memory of another host ({place.path} isn't here: "
+                f"{error.strerror or error}); use a transport that has a network, or a directory",
+                field="transport",
+            ) from error
+        raise
+    return sock
+
+
+def boot_id() -> str:
+    """Return an id of this host, until it starts anew."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
+    return socket.gethostname()
+
+
+def unlink_quietly(path: str) -> None:
+    """Remove a socket's path, if it is still there."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def is_gone(error: OSError) -> bool:
+    """Return True if nobody listens at a path any more."""
+    return error.errno in (errno.ENOENT, errno.ECONNREFUSED)
