@@ -23,7 +23,6 @@ from holdfast.sync.publisher import Publisher
 from holdfast.sync.receiver import Receiver
 from holdfast.sync.session.links import Link
 from holdfast.sync.transports.nixl import NixlTransport
-from holdfast.sync.transports.process_group import ProcessGroupTransport
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
@@ -67,8 +66,6 @@ def end_at(word: str | None, number: int, sign: str) -> None:
 
 
 def transport_of(kind: str, place: str) -> Any:
-    if kind == "gloo":
-        return ProcessGroupTransport(place, "gloo", peer_timeout_s=PEER_TIMEOUT_S)
     if kind == "nixl":
         os.environ.setdefault("UCX_LOG_FILE", "stderr")  # standard output is ours
         return NixlTransport(place, peer_timeout_s=PEER_TIMEOUT_S)

@@ -35,7 +35,7 @@ def told(child: Child) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(120 + 2 * SOAK_S)
-@pytest.mark.parametrize("kind", ["shared memory"])
+@pytest.mark.parametrize("kind", ["shared memory", "network"])
 def test_receivers_come_and_go_at_random(nursery: Nursery, tmp_path: Path, kind: str) -> None:
     choose = random.Random(7)
     base = {"place": str(tmp_path / "place"), "kind": kind}

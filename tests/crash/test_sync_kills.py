@@ -19,7 +19,6 @@ from sync_job import PEER_TIMEOUT_S, PUBLISH_S
 
 KINDS = [
     "slots",
-    pytest.param("gloo", marks=pytest.mark.slow),
     pytest.param("nixl", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")),
 ]
 LAST = 4

@@ -11,6 +11,7 @@ import asyncio
 import importlib.machinery
 import json
 import sys
+import time
 import types
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,6 +134,33 @@ def engine_of(model: Model) -> Any:
     return engine
 
 
+def refused(act: Any) -> str:
+    try:
+        act()
+    except HoldfastError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def fetched_ahead(worker: Any, publisher: Publisher, manager: Manager, model: Model, result: dict[str, Any]) -> None:
+    """Fetch while the engine generates; versions of another shape don't even pause it."""
+    manager.calls.clear()
+    publisher.publish(weights_at(3), 3)
+    worker.prefetch()
+    deadline = time.monotonic() + 30.0
+    while worker.fetched != 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    result["ahead"] = [worker.fetched, worker.version, list(manager.calls), model.holds(2)]
+    result["then"] = [worker.receive(timeout=30.0), worker.fetched, model.holds(3), manager.weight_version]
+    manager.calls.clear()
+    publisher.publish({**weights_at(9), "layers.1.weight": torch.zeros(8, 17).bfloat16()}, 5)
+    result["shape"] = [refused(lambda: worker.receive(timeout=30.0)), list(manager.calls), worker.dirty, model.holds(3)]
+    publisher.publish(weights_at(4), 6)
+    worker.prefetch()
+    result["next"] = [worker.receive(timeout=30.0), model.holds(4), worker.dirty]
+    manager.calls.clear()
+
+
 def main(directory: Path) -> None:
     without_torchvision()
     import sglang
@@ -161,6 +189,9 @@ def main(directory: Path) -> None:
         model.fails = False
         result["again"] = [worker.receive(timeout=30.0), manager.weight_version, model.holds(2), worker.dirty]
         result["continued"] = manager.calls[-1]
+        fetched_ahead(worker, publisher, manager, model, result)
+    result["gone"] = [refused(lambda: worker.receive(version=9, timeout=0.5)), *manager.calls]
+    result["after_gone"] = [worker.version, worker.dirty, model.holds(4)]
     worker.close()
     (directory / "result.json").write_text(json.dumps(result))
     dist.destroy_process_group()

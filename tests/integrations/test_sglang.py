@@ -32,3 +32,13 @@ def test_sglang_loads_a_version_in_one_session_and_knows_its_name(tmp_path: Path
     assert result["after_failure"] == [1, True, "1", "end_weight_update"], "dirty, paused, and no session left open"
     assert result["again"] == [2, "2", True, False], "the version that failed, without naming it"
     assert result["continued"] == "continue"
+    assert result["ahead"] == [3, 2, [], True], "fetched, and the engine knows nothing of it"
+    assert result["then"] == [3, None, True, "3"]
+    refusal, calls, dirty, holds = result["shape"]
+    assert "StateMismatch" in refusal
+    assert "layers.1.weight is (8, 17), was (8, 16)" in refusal
+    assert (calls, dirty, holds) == ([], False, True), "not even paused"
+    assert result["next"] == [6, True, False]
+    assert result["gone"][0].startswith("DeadlineExceeded")
+    assert result["gone"][1:] == []
+    assert result["after_gone"] == [6, False, True]

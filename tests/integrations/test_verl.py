@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from jobs import run_script
-from verl_ranks import RECEIVED, digest, model_at
+from verl_ranks import RECEIVED, digest, model_at, nearly_at
 
 for framework in ("ray", "verl"):
     if importlib.util.find_spec(framework) is None:
@@ -51,3 +51,32 @@ def test_verls_manager_moves_versions_to_replicas_that_come_and_go(tmp_path: Pat
             assert metrics["checkpoint_engine/payload_mbytes"] * 2**20 == nbytes, "all ranks' bytes, once"
     round_of = ["abort_all_requests", "release_kv_cache", "resume_kv_cache", "resume_generation"]
     assert result["calls"] == [round_of * 4, round_of * 3]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("backend", ["holdfast", "delta_sharded"])
+def test_verls_manager_moves_changes_to_verls_own_loader(tmp_path: Path, backend: str) -> None:
+    place = tmp_path / "meet"
+    place.mkdir()
+    options = {"place": str(place), "timeout_s": 60, "cache": True, "delta": "sparse"}
+    module = {"holdfast": "verl_backend", "delta_sharded": "verl_delta_backend"}[backend]
+    given = {"options": options, "backend": backend, "module": module}
+    run_script(JOB, tmp_path, json.dumps(given), timeout_s=400)
+    result = json.loads((tmp_path / "result.json").read_text())
+
+    expected = {
+        step: {name: digest(value) for name, value in nearly_at(step).state_dict().items()} for step in range(5)
+    }
+    for seen, steps in zip(result["seen"], RECEIVED, strict=True):
+        assert {one["wire_format"] for one in seen} == {"delta_flush"}
+        assert [one["weights"] for one in seen] == [expected[step] for step in steps]
+    encodings = [[{encoding for encoding, _ in one["flushes"]} for one in seen] for seen in result["seen"]]
+    assert encodings[0] == [{"dense"}, {"indices"}, {"indices"}, {"dense"}], "whole when the other one is back"
+    assert encodings[1] == [{"dense"}, {"indices"}, {"dense"}]
+    assert all(flushes[-1][1] for seen in result["seen"] for flushes in [one["flushes"] for one in seen])
+    assert result["cached"] == [expected[4]] * 2
+    metrics = result["returned"]
+    assert [one["checkpoint_engine/is_delta"] for one in metrics] == [0, 1, 1, 0]
+    sizes = [one["checkpoint_engine/payload_mbytes"] for one in metrics]
+    assert max(sizes[1:3]) < 0.6 * sizes[0]
+    assert [one["checkpoint_engine/whole_mbytes"] for one in metrics] == [sizes[0]] * 4

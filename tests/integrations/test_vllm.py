@@ -55,3 +55,31 @@ def test_other_shapes_and_draft_models_are_refused_before_anything_changes(found
     assert "(256, 64), was (128, 64)" in result["other_shape"]
     assert result["after_other_shape"] == [False, True]
     assert "does not support draft" in result["draft"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "tied", "qwen3_moe"])
+def test_changes_are_fetched_ahead_and_loaded_by_element(found: dict[str, Any], kind: str) -> None:
+    result = found[kind]["changes"]
+    for step in ("step 1", "step 2"):
+        assert result[step] == [True, False, True, False, True], "fetched, not loaded; then loaded, clean and equal"
+    assert result["bases"] == [False, True, True], "the first is whole"
+    assert result["share"] < 0.2
+
+
+@pytest.mark.parametrize("kind", ["llama", "tied", "qwen3_moe"])
+def test_a_delta_that_cant_be_loaded_is_followed_by_the_whole_version(found: dict[str, Any], kind: str) -> None:
+    result = found[kind]["changes"]
+    assert result["another base"] == [[True, False], False, True]
+    assert result["nan"] == [[True, False], False, True, 1]
+    assert "ZeroDivisionError" in result["failed"]
+    assert result["after failure"] == [True, True]
+    assert result["repeated"] == [[False], False, True]
+
+
+@pytest.mark.parametrize("kind", ["llama", "tied", "qwen3_moe"])
+def test_other_shapes_and_a_trainer_that_is_gone_change_nothing(found: dict[str, Any], kind: str) -> None:
+    refusal, dirty, is_equal = found[kind]["changes"]["shape"]
+    assert "StateMismatch" in refusal
+    assert (dirty, is_equal) == (False, False), "what it had, which is not the new one"
+    assert "DeadlineExceeded" in found[kind]["changes"]["closed"]
+    assert found[kind]["changes"]["after close"] == [False, False]

@@ -25,18 +25,18 @@ from verl.utils.import_utils import import_external_libs
 from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout import BaseRollout
-from verl_ranks import TRAINERS, digest, model_at
+from verl_ranks import TRAINERS, digest, model_at, nearly_at
 
 
 class Engine:
     """A training engine with verl's `get_per_tensor_param`: FSDP2 shards, gathered one by one on all ranks."""
 
-    def __init__(self) -> None:
-        self.steps = 0
+    def __init__(self, model_of: Any) -> None:
+        self.steps, self.model_of = 0, model_of
 
     def get_per_tensor_param(self, **_: Any) -> tuple[Any, None]:
         self.steps += 1
-        model = model_at(self.steps)
+        model = self.model_of(self.steps)
         fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (TRAINERS,)))
         return ((name, value.full_tensor()) for name, value in model.state_dict().items()), None
 
@@ -50,7 +50,8 @@ class Trainer(Worker):
     def __init__(self, config: CheckpointEngineConfig) -> None:
         super().__init__()
         initialize_global_process_group_ray(timeout_second=60, backend="cpu:gloo")
-        self.actor = SimpleNamespace(engine=Engine())
+        delta = config.engine_kwargs[config.backend].get("delta")
+        self.actor = SimpleNamespace(engine=Engine(nearly_at if delta else model_at))
         self.config = SimpleNamespace(rollout=SimpleNamespace(checkpoint_engine=config))
         import_external_libs(config.custom_backend_module)
         self.checkpoint_engine = CheckpointEngineRegistry.new(
@@ -75,11 +76,39 @@ class Rollout(BaseRollout):
 
     async def update_weights(self, weights: Any, **options: Any) -> None:
         got: dict[str, str] = {}
+        if options.get("wire_format") == "delta_flush":
+            self.model = getattr(self, "model", None) or Served()
+            flushes = [(load_flush(self.model, named), is_last) for named, is_last in weights]
+            got = {name: digest(value) for name, value in self.model.state_dict().items()}
+            self.seen.append({"weights": got, "flushes": flushes, **options})
+            return
         try:
             async for name, tensor in weights:
                 got[name] = digest(tensor)
         finally:
             self.seen.append({"weights": got, **options})
+
+
+class Served(torch.nn.Module):
+    """An inference engine's model, which verl's own loader for SGLang changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, module in nearly_at(0).named_children():
+            self.add_module(name, module)
+
+    def load_weights(self, weights: Any) -> None:
+        mine = dict(self.named_parameters())
+        for name, tensor in weights:
+            mine[name].data.copy_(tensor)
+
+
+def load_flush(model: torch.nn.Module, named: list[tuple[str, torch.Tensor]]) -> str:
+    """Load one flush as verl does in SGLang; return its encoding."""
+    from verl.workers.rollout.sglang_rollout.delta_loader import apply_delta
+
+    apply_delta(model, named)
+    return json.loads(bytes(dict(named)["__delta_spec__"].numpy().tobytes()))["encoding"]
 
 
 class RolloutWorker(CheckpointEngineWorker):
@@ -117,14 +146,15 @@ def group(cls: Any, size: int, *args: Any) -> RayWorkerGroup:
 
 def main(directory: Path, given: dict[str, Any]) -> None:
     ray.init(num_cpus=8, include_dashboard=False, configure_logging=False, _temp_dir=given.get("temp"))
+    backend = given.get("backend", "holdfast")
     config = CheckpointEngineConfig(
-        backend="holdfast",
+        backend=backend,
         update_weights_bucket_megabytes=1,
-        engine_kwargs={"holdfast": given["options"]},
-        custom_backend_module="holdfast.sync.adapters.verl_backend",
+        engine_kwargs={backend: given["options"]},
+        custom_backend_module=f"holdfast.sync.adapters.{given.get('module', 'verl_backend')}",
     )
     trainers = group(Trainer, TRAINERS, config)
-    rollout_config = RolloutConfig(name="vllm", checkpoint_engine=config)
+    rollout_config = RolloutConfig(name="sglang" if "delta" in given["options"] else "vllm", checkpoint_engine=config)
     groups = [group(RolloutWorker, 1, rollout_config, None, Rollout()) for _ in range(2)]
     replicas = [Replica(made.workers) for made in groups]
     manager = CheckpointEngineManager(config, trainers, replicas)

@@ -21,3 +21,15 @@ def digest(tensor: torch.Tensor) -> str:
     """Return dtype, shape and a hash of the bytes."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]}"
+
+
+def nearly_at(step: int) -> torch.nn.Module:
+    """Return the model after ``step`` steps that each change a few of its elements, in bfloat16."""
+    model = model_at(0).to(torch.bfloat16)
+    made = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _ in range(step):
+            for value in model.parameters():
+                where = torch.rand(value.shape, generator=made) < 0.02
+                value.copy_(torch.where(where, torch.randn(value.shape, generator=made).bfloat16(), value))
+    return model

@@ -7,7 +7,9 @@ loaded from disk.
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
+import time
 import traceback
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 import transformers
 import vllm
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from vllm.config import (
     DeviceConfig,
     ModelConfig,
@@ -171,6 +173,108 @@ def transfer(kind: str, place: Path) -> dict[str, Any]:
     return found
 
 
+class ChangedSource(CheckpointSource):
+    """A checkpoint whose weights change by a few elements a step."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.weights = load_file(directory / "model.safetensors")
+
+    def iter_full(self) -> Any:
+        yield from self.weights.items()
+
+    def step(self, seed: int, share: float = 0.02) -> None:
+        made = torch.Generator().manual_seed(seed)
+        for name, tensor in self.weights.items():
+            where = torch.rand(tensor.shape, generator=made) < share
+            self.weights[name] = torch.where(where, torch.randn(tensor.shape, generator=made).bfloat16(), tensor)
+
+    def saved(self, directory: Path) -> Path:
+        shutil.copytree(self.directory, directory)
+        save_file(self.weights, directory / "model.safetensors", metadata={"format": "pt"})
+        return directory
+
+
+def changes(kind: str, place: Path) -> dict[str, Any]:
+    """Send deltas, fetched ahead, and all that may go wrong with them."""
+    place.mkdir()
+    trainer_model(kind, 1).save_pretrained(place / "start")
+    config, model = served(place / "start")
+    worker = worker_of(config, model)
+    engine, client = worker.weight_transfer_engine, Client(worker)
+    (place / "meet").mkdir()
+    source = ChangedSource(place / "start")
+    trainer = adapter.trainer_init(
+        client, source, rank=0, place=str(place / "meet"), timeout_s=60.0, delta="sparse", prefetch=True
+    )
+    bases: list[bool] = []
+    publish = trainer._publisher.publish
+
+    def noted(payload: Any, *args: Any, **options: Any) -> Any:
+        bases.append(options["meta"]["holdfast"]["base"] is not None)
+        sizes.append(sum(tensor.nbytes for tensor in payload.values()))
+        return publish(payload, *args, **options)
+
+    sizes: list[int] = []
+    trainer._publisher.publish = noted
+
+    def is_equal(name: str) -> bool:
+        return equal(model, served(source.saved(place / name))[1])
+
+    found: dict[str, Any] = {}
+    trainer.send_weights()
+    for step in (1, 2):
+        source.step(step)
+        version = trainer.publish()  # while vLLM generates: the worker fetches it by itself
+        deadline = time.monotonic() + 30.0
+        while engine.fetched != version and time.monotonic() < deadline:
+            time.sleep(0.01)
+        before = [engine.fetched == version, engine.version == version]
+        trainer.send_weights()
+        found[f"step {step}"] = [*before, engine.version == version, engine.dirty, is_equal(f"after-{step}")]
+    found["bases"], found["share"] = list(bases), sizes[-1] / sizes[0]
+
+    # A worker that holds something else refuses the delta before anything is changed, and gets the whole version.
+    bases.clear()
+    engine.digest = "another"
+    source.step(3)
+    trainer.send_weights()
+    found["another base"] = [list(bases), engine.dirty, is_equal("other-base")]
+
+    # Values that become NaN can't be said by vLLM's patches.
+    bases.clear()
+    source.step(4)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    source.weights[name].view(-1)[5] = float("nan")
+    trainer.send_weights()
+    mine = dict(model.named_parameters())[name].view(-1)
+    found["nan"] = [list(bases), engine.dirty, bool(mine[5].isnan()), int(mine.isnan().sum())]
+    source.weights[name].view(-1)[5] = 0.0
+    trainer.send_weights()
+
+    # vLLM's loading fails half way, of the delta and of the whole version: dirty, and whole the next time.
+    load, version = model.load_weights, engine.version
+    model.load_weights = lambda weights: (load(list(weights)[:3]) and None) or 1 / 0
+    source.step(5)
+    found["failed"] = refused(trainer.send_weights)
+    found["after failure"] = [engine.version == version, engine.dirty]
+    model.load_weights = load
+    bases.clear()
+    trainer.send_weights()
+    found["repeated"] = [list(bases), engine.dirty, is_equal("repeated")]
+
+    # Another shape among the changes is refused before anything is loaded.
+    taker = engine._taker
+    taker.expected = {**taker.expected, name: (1, 1)}
+    source.step(6)
+    found["shape"] = [refused(trainer.send_weights), engine.dirty, is_equal("repeated-again")]
+    trainer.shutdown()
+    found["closed"] = refused(lambda: (client.start_weight_update(), client.update_weights({"timeout_s": 0.5})))
+    found["after close"] = [engine.dirty, worker._weight_update_active]
+    worker.shutdown_weight_transfer_engine()
+    return found
+
+
 def main(directory: Path) -> None:
     adapter.register()
     with tempfile.TemporaryDirectory() as store:
@@ -182,6 +286,7 @@ def main(directory: Path) -> None:
         for kind in MODELS:
             try:
                 result[kind] = transfer(kind, directory)
+                result[kind]["changes"] = changes(kind, directory / f"{kind}-changes")
             except Exception:
                 result[kind] = traceback.format_exc()
         (directory / "result.json").write_text(json.dumps(result))

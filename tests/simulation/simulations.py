@@ -1,4 +1,4 @@
-"""Runs `python -m simulator` side by side, in processes of their own."""
+"""Runs `python -m simulator`, or `weight_sync`, side by side, in processes of their own."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ HERE = Path(__file__).resolve().parent
 SRC = HERE.parents[1] / "src"
 
 
-def command(*args, hash_seed="0"):
+def command(*args, hash_seed="0", module="simulator"):
     paths = os.pathsep.join([str(HERE), str(SRC)])
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": hash_seed}
-    return {"args": [sys.executable, "-m", "simulator", *args], "env": environment}
+    return {"args": [sys.executable, "-m", module, *args], "env": environment}
 
 
 def in_parts(*args):
@@ -36,10 +36,10 @@ def side_by_side(commands, *, timeout_s):
             run.wait()
 
 
-def told_by(runs, *, timeout_s):
+def told_by(runs, *, timeout_s, module="simulator"):
     """What the runs, given by their arguments, told; a run that broke off is an error with its last words."""
     told = []
-    for status, out, errors in side_by_side([command(*args) for args in runs], timeout_s=timeout_s):
+    for status, out, errors in side_by_side([command(*args, module=module) for args in runs], timeout_s=timeout_s):
         assert status in (0, 1) and "Traceback" not in errors, errors[-4000:]
         told += [json.loads(line) for line in out.splitlines()]
     return told

@@ -51,17 +51,18 @@ class Publisher:
             a time. In host memory buckets are smaller if larger ones gain nothing.
         bypass_cpu: True: `publish` sends from the tensors themselves, stages nothing in host memory, and returns when
             receivers have the version. False: it copies them into host memory and returns; receivers fetch them at any
-            time. `SharedMemoryTransport` always does the latter; directories and object stores keep versions anyway.
+            time. Where versions lie in blocks of memory it is always the latter; directories keep versions anyway.
         keep_versions: number of versions kept in host memory (1 and more), besides pinned ones.
         atomic_fleet: receivers of a version commit it together or not at all.
         receivers: how many must have joined before the first version is sent directly, or to a fleet (1 and more).
-        delta: send only what has changed to a receiver that has an older version.
+        delta: send only what has changed to a receiver that has an older version. Of no effect where versions lie in
+            blocks of memory (`SharedMemoryTransport`, and `ProcessGroupTransport` in host memory) or in directories.
         full_every: with ``delta``, one of this many versions is sent to a receiver completely, and verified as a whole.
         max_blocks: blocks of memory at most, each with one version of this rank's bytes, besides pinned ones (more than
             ``keep_versions``; None: two more). A receiver that holds an older version longer than they suffice gets
-            `VersionRevoked`. `SharedMemoryTransport` only.
+            `VersionRevoked`. Where versions lie in blocks of memory only.
         rewind: versions may begin below those of an earlier publisher at the same rendezvous; receivers then go back.
-            `SharedMemoryTransport` only.
+            Where versions lie in blocks of memory only.
         manager: the `CheckpointManager` that saves these weights, on the same ranks (``bypass_cpu=False`` only). A
             version published between a save and the next update is not copied off the device again: it keeps the whole
             memory of the save's capture until it is evicted. Publish on the training thread.

@@ -219,7 +219,11 @@ class Receiver:
         failed half way (then `dirty` is True).
         """
         deadline = Deadline.after(checked_seconds("timeout", timeout))
-        self._fetch(version, self._version, into, streaming, deadline)
+        with self._state:
+            newest, waiting = self._version, self._waiting
+            if newest is not None and waiting is not None and waiting.fetched.version <= newest:
+                newest = waiting.fetched.version - 1  # of a publisher that has gone back, as it may
+        self._fetch(version, newest, into, streaming, deadline)
         return self._commit(deadline)
 
     def _fetch(self, version: int | None, newest: int | None, into: Any, streaming: bool, deadline: Deadline) -> int:  # noqa: FBT001

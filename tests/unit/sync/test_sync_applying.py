@@ -124,6 +124,25 @@ def test_nothing_builds_on_what_another_publisher_sent(between: str) -> None:
     assert receive(into, 8) == 7
 
 
+def test_a_version_of_an_earlier_publisher_that_is_committed_late_is_no_base() -> None:
+    applier, into = TargetFactory(), {"a": torch.zeros(3)}
+    held, newer = applier.destination(into, streaming=False), applier.destination(into, streaming=False)
+    bring(held, {"a": torch.ones(3)})
+    newer.forget()  # its publisher is another one
+    bring(newer, {"a": torch.full((3,), 2.0)})
+    assert held.memory("a") is not newer.memory("a")
+    held.commit(9)
+    assert applier.destination(into, streaming=True).base is None
+    newer.commit(6)
+    assert applier.destination(into, streaming=True).base == 6
+    for expected in (6, None):  # two shadows: one of each publisher
+        following = applier.destination(into, streaming=False)
+        following.select(published(into))
+        following.memory("a")
+        assert following.base == expected
+    assert into["a"].eq(2).all()
+
+
 def test_streaming_builds_only_on_what_was_committed_to_the_same_tensors() -> None:
     applier, into, other = TargetFactory(), {"a": torch.zeros(3)}, {"a": torch.zeros(3)}
     first = applier.destination(into, streaming=False)

@@ -2,13 +2,16 @@
 
     engine = sglang.Engine(model_path=..., tp_size=2)
     worker = SGLangReceiver(engine, holdfast.sync.SharedMemoryTransport(place), device="cuda", pause="retract")
-    version = worker.receive()
+    worker.prefetch()              # fetches what is new on a thread, while the engine generates
+    ...
+    version = worker.receive()     # pauses the engine only to load what was fetched
 
 The published names are those of the Hugging Face checkpoint, which SGLang's models load.
 
-Guarantees: a version is completely received and verified, into host memory, before the engine gets any of it. The
-engine's ``weight_version`` names the version once all of it is loaded. A weight update session that was opened is
-closed again, also after a failure.
+Guarantees: a version is completely fetched and verified, and its names and shapes compared with those of the version
+loaded before, before the engine is paused or gets any of it. The engine's ``weight_version`` names the version once all
+of it is loaded. A weight update session that was opened is closed again, also after a failure. Over shared memory no
+more than `BATCH_BYTES` of a version are in this process's own memory, or one tensor.
 Assumes: without ``pause`` that no requests are running, or they may see weights of two versions: the engine takes a
 version in several calls. If one of them fails, the engine holds a mix, as it reports itself: `SGLangReceiver.dirty`
 until a later version is loaded.
@@ -21,13 +24,14 @@ weight updaters, around a small model; without generating, which needs a GPU.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from typing import TYPE_CHECKING, Any, Final
 
-from holdfast.errors import CheckpointNotFound, ConfigError, HoldfastError
+from holdfast.errors import ConfigError, HoldfastError, VersionRevoked
 from holdfast.sync.adapters.by_name import require
+from holdfast.sync.adapters.prefetch import Prefetch, Taker
 from holdfast.sync.receiver import Receiver
+from holdfast.validation import checked_seconds
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +74,9 @@ class SGLangReceiver:
         self._pause = pause
         self._device = device
         self._receiver = Receiver(transport)
+        self._taker = Taker(self._load, BATCH_BYTES)
+        self._prefetch = Prefetch(self._receiver, self._taker, watch=False)
+        self._loading = -1
         self._version: int | None = None
         self._dirty = False
         self._failed: int | None = None
@@ -85,39 +92,67 @@ class SGLangReceiver:
         """True if the engine may hold a mix of versions: don't generate."""
         return self._dirty
 
-    def receive(self, version: int | None = None, timeout: float = 600.0) -> int:
-        """Receive a version as `Receiver.receive` does, and load it into the engine; returns its number.
+    @property
+    def fetched(self) -> int | None:
+        """The version that is fetched and verified, and not loaded yet; None if there is none."""
+        return self._receiver.fetched
 
-        version: None stands for the newest, and after a failed load for the version that failed, if it is still kept.
-        timeout: seconds for receiving; the engine's own time is not limited. Raises the errors of `Receiver.receive`,
-        and `HoldfastError` with the engine's message if it refuses.
+    def poll(self) -> int | None:
+        """Return the newest version that is newer than what was fetched, as `Receiver.poll`: no I/O."""
+        return self._receiver.poll()
+
+    def prefetch(self, version: int | None = None, timeout: float = 600.0) -> None:
+        """Have ``version`` (None: the newest) fetched on a thread, while the engine generates; doesn't wait.
+
+        `receive` then only loads it. If fetching it fails, `receive` tries again, and raises that.
         """
-        weights: list[tuple[str, torch.Tensor]] = []
-        received = self._received(weights, version, timeout)
+        self._prefetch.begin(version, checked_seconds("timeout", timeout))
+
+    def receive(self, version: int | None = None, timeout: float = 600.0) -> int:
+        """Fetch a version, unless that was done ahead, then load it into the engine; returns its number.
+
+        The engine is paused when all of it is fetched and verified. version: None stands for the newest, and after a
+        failed load for the version that failed, if it is still kept. timeout: seconds for fetching; the engine's own
+        time is not limited. Raises the errors of `Receiver.fetch`, and `HoldfastError` with the engine's message if it
+        refuses.
+        """
+        timeout = checked_seconds("timeout", timeout)
+        brought = self._prefetch.bring(version, timeout, failed=self._failed)
+        try:
+            return self._load_fetched(brought)
+        except VersionRevoked:
+            if self._dirty:
+                raise
+        finally:
+            self._prefetch.let_go()
+        # The publisher needed its memory, and the engine has nothing of it yet.
+        return self._load_fetched(self._prefetch.bring(version, timeout))
+
+    def _load_fetched(self, version: int) -> int:
+        was_dirty = self._dirty
         if self._pause is not None:
             self._ask("pause_generation", "PauseGenerationReqInput", mode=self._pause)
-        self._begin(received)
-        self._dirty, self._failed = True, received
+        self._loading = version
         try:
-            self._load(weights, received)
-        finally:
-            # Also after a failure: the engine refuses to open another session beside this one.
-            self._end(received)
-        told = {"new_version": str(received), "abort_all_requests": False}
+            self._begin(version)
+            try:
+                self._taker.begin()
+                self._prefetch.commit()
+                self._taker.flush()
+            finally:
+                # Also after a failure: the engine refuses to open another session beside this one.
+                self._end(version)
+        except BaseException:
+            if not self._dirty and self._pause is not None:
+                self._ask("continue_generation", "ContinueGenerationReqInput")  # it has the old weights, all of them
+            self._dirty = self._dirty or was_dirty
+            raise
+        told = {"new_version": str(version), "abort_all_requests": False}
         self._ask("update_weight_version", "UpdateWeightVersionReqInput", **told)
-        self._version, self._dirty, self._failed = received, False, None
+        self._version, self._dirty, self._failed = version, False, None
         if self._pause is not None:
             self._ask("continue_generation", "ContinueGenerationReqInput")
-        return received
-
-    def _received(self, into: list[tuple[str, torch.Tensor]], version: int | None, timeout: float) -> int:
-        def keep(name: str, tensor: torch.Tensor) -> None:
-            into.append((name, tensor))
-
-        if version is None and self._failed is not None:
-            with contextlib.suppress(CheckpointNotFound):
-                return self._receiver.receive(keep, self._failed, timeout)
-        return self._receiver.receive(keep, version, timeout)
+        return version
 
     def _begin(self, version: int) -> None:
         """Open a weight update session, if this SGLang has them; and close one that was left open by this receiver."""
@@ -132,16 +167,15 @@ class SGLangReceiver:
             _check(self._engine.end_weight_update(), f"version {version}: the engine did not finish loading")
             self._open = False
 
-    def _load(self, weights: list[tuple[str, torch.Tensor]], version: int) -> None:
-        while weights:
-            batch = _next_batch(weights)
-            if self._device is not None:
-                batch = [(name, tensor.to(self._device)) for name, tensor in batch]
-            # Flush the cache, which belongs to the old weights, once.
-            answer = self._engine.update_weights_from_tensor(named_tensors=batch, flush_cache=not weights)
-            _check(
-                answer, f"version {version}: the engine refused {len(batch)} tensors from {batch[0][0]} on", mixed=True
-            )
+    def _load(self, batch: list[tuple[str, torch.Tensor]], is_last: bool) -> None:  # noqa: FBT001
+        version = self._loading
+        self._dirty, self._failed = True, version
+        if self._device is not None:
+            batch = [(name, tensor.to(self._device)) for name, tensor in batch]
+        # Flush the cache, which belongs to the old weights, once.
+        answer = self._engine.update_weights_from_tensor(named_tensors=batch, flush_cache=is_last)
+        first = batch[0][0] if batch else "none"
+        _check(answer, f"version {version}: the engine refused {len(batch)} tensors from {first} on", mixed=True)
 
     def _ask(self, method: str, request: str, **fields: Any) -> None:
         """Call a method that only the engine's tokenizer manager has, and wait for it."""
@@ -153,6 +187,7 @@ class SGLangReceiver:
 
     def close(self) -> None:
         """Disconnect; idempotent. The engine is not closed."""
+        self._prefetch.close()
         self._receiver.close()
 
 
@@ -161,16 +196,3 @@ def _check(answer: Any, told: str, *, mixed: bool = False) -> None:
     if not success:
         hint = "; it may hold a mix of versions now: call receive() again, or restart it" if mixed else ""
         raise HoldfastError(f"{told}: {message}{hint}")
-
-
-def _next_batch(weights: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """Remove and return the first of ``weights``, up to `BATCH_BYTES`, and at least one."""
-    nbytes, count = 0, 0
-    for _, tensor in weights:
-        nbytes += tensor.numel() * tensor.element_size()
-        if count and nbytes > BATCH_BYTES:
-            break
-        count += 1
-    batch = weights[:count]
-    del weights[:count]
-    return batch

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from holdfast.errors import ConfigError, HoldfastError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
 
@@ -70,29 +70,6 @@ class SendChannel(Protocol):
 
     def close(self) -> None:
         """Release everything; ends waits on the channel, here and at the members. Idempotent; any thread."""
-        ...
-
-
-@runtime_checkable
-class SendsApart(Protocol):
-    """A `SendChannel` that can send a bucket from several memories, one of which may be its slot."""
-
-    def start_apart(self, seq: int, parts: Sequence[torch.Tensor], lane: Sequence[int]) -> None:
-        """Begin to send ``parts``, bytes in host memory, to these members; unchanged until `wait_sent`."""
-        ...
-
-
-@runtime_checkable
-class ReceivesApart(Protocol):
-    """The other end: a `ReceiveChannel` that can receive into several memories."""
-
-    def post_apart(
-        self, seq: int, nbytes: int, lane: Sequence[int], place: Callable[[torch.Tensor], Sequence[torch.Tensor]]
-    ) -> None:
-        """Post a receive like `ReceiveChannel.post`, with separate destinations for the parts of a bucket.
-
-        place: called with the slot; returns the destination of each part, of the same length as sent.
-        """
         ...
 
 

@@ -32,7 +32,7 @@ from holdfast.errors import (
 )
 from holdfast.sync.protocol import TensorInfo
 from holdfast.sync.session import messages
-from holdfast.sync.session.channel import SLOTS, Fetches, ReceivesApart, bucket_memory
+from holdfast.sync.session.channel import SLOTS, Fetches, bucket_memory
 from holdfast.sync.weights.buckets import Piece, PieceBox, Wanted, select
 from holdfast.sync.weights.copy import BucketCopy
 from holdfast.sync.weights.pieces import destinations_of, places_of
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from holdfast.sync.protocol import Destination
     from holdfast.sync.session.channel import Channels, ReceiveChannel
     from holdfast.sync.session.connection import Connection
-    from holdfast.sync.weights.copy import Placed
     from holdfast.sync.weights.pieces import Local
 
 
@@ -223,7 +222,7 @@ class VersionFetcher:
         for number, planned in enumerate(buckets):
             while posted < min(len(buckets), number + SLOTS):
                 self._written = destination if buckets[posted].plan.nbytes else self._written
-                self._post(taking, buckets[posted], walks[posted], deadline)
+                self._post(taking, buckets[posted], deadline)
                 posted += 1
             connection.phase = f"bucket {planned.seq}"
             said = connection.next(rank, messages.Bucket, deadline, what=f"bucket {planned.seq}")
@@ -239,20 +238,13 @@ class VersionFetcher:
             connection.beat()
         return plan.base_version is None
 
-    def _post(self, taking: _Taking, planned: messages.PlannedBucket, walk: BucketCopy, deadline: Deadline) -> None:
+    def _post(self, taking: _Taking, planned: messages.PlannedBucket, deadline: Deadline) -> None:
         plan, seq, channel = planned.plan, taking.table.first + planned.seq, taking.channel
         if not plan.nbytes:
             return
 
-        def place(slot: torch.Tensor) -> list[torch.Tensor]:
-            taking.placed[seq] = walk.spans.places(taking.destinations, slot)
-            return [placed.memory for placed in taking.placed[seq]]
-
         def post() -> None:
-            if isinstance(channel, ReceivesApart):
-                channel.post_apart(seq, plan.nbytes, plan.lane, place)
-            else:
-                channel.post(seq, plan.nbytes, plan.lane)
+            channel.post(seq, plan.nbytes, plan.lane)
 
         self._carry(taking.rank, channel, post, deadline, f"bucket {planned.seq}", blocks=False)
 
@@ -269,11 +261,7 @@ class VersionFetcher:
         limit = self.connection.at_least(deadline)
         memory = self._carry(taking.rank, channel, lambda: channel.take(seq, limit), deadline, f"bucket {planned.seq}")
         self._fetch_next(taking, deadline)
-        placed = taking.placed.pop(seq, None)
-        if placed is None:
-            found = walk.take(memory, taking.destinations, said.kind)
-        else:
-            found = walk.spans.take(placed, taking.destinations, memory)
+        found = walk.take(memory, taking.destinations, said.kind)
         if found != said.checksum:
             self.connection.check(taking.rank)  # a member that was given up may have read newer data
             names = list(dict.fromkeys(name for name, _ in taking.counts(planned)))
@@ -313,8 +301,6 @@ class _Taking:
         self.table = table
         self.channel = channel
         self.destinations = destinations_of(pieces, places)
-        self.placed: dict[int, list[Placed]] = {}
-        """Destinations of posted buckets that don't only go to a slot."""
         self._pieces = pieces
 
     def counts(self, planned: messages.PlannedBucket) -> list[tuple[str, int]]:

@@ -156,6 +156,12 @@ class EventLoop:
             self._selector.unregister(link.sock)
         link.close()
 
+    def hand_over(self, link: Link) -> socket.socket:
+        """Stop receiving on ``link`` and return its connection, which is the caller's from now on."""
+        if self._links.pop(link, None) is not None:
+            self._selector.unregister(link.sock)
+        return link.sock
+
     def listen(self, sock: socket.socket) -> None:
         """Also accept connections to ``sock``; `hear` yields each as a socket."""
         sock.settimeout(0.0)

@@ -20,8 +20,7 @@ import xxhash
 from holdfast import events
 from holdfast.errors import DeadlineExceeded, HoldfastError, PeerLost
 from holdfast.sync.session import messages
-from holdfast.sync.session.channel import SLOTS, SendsApart, bucket_memory
-from holdfast.sync.weights import copy as spans
+from holdfast.sync.session.channel import SLOTS, bucket_memory
 from holdfast.sync.weights.buckets import itemsize_of, plan_buckets
 from holdfast.sync.weights.copy import BucketCopy
 from holdfast.sync.weights.delta import narrowed
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
 SLOT_BUCKET_BYTES: Final = 8 << 20
 """Bucket size for slots: two slots stay in a processor's outer cache between packing and unpacking. Larger buckets
 would pass through memory twice, and the receiver would begin later."""
-APART_BUCKET_BYTES: Final = 32 << 20
-"""Bucket size if little goes through slots: just large enough to be worth the messages about it."""
 _PLANS_KEPT: Final = 4
 """Plans kept for sets of members that alternate, such as a fleet and a late joiner."""
 
@@ -291,8 +288,7 @@ class Sender:
         if channel.slot(0).device.type != "cpu":
             return self._bucket_bytes
         rows = [piece.sizes[-1] * itemsize_of(piece) for piece in table if len(piece.sizes) > 1]
-        worthwhile = APART_BUCKET_BYTES if isinstance(channel, SendsApart) else SLOT_BUCKET_BYTES
-        return min(self._bucket_bytes, max(worthwhile, *rows, 0))
+        return min(self._bucket_bytes, max(SLOT_BUCKET_BYTES, *rows, 0))
 
     def _tell_plan(
         self, session: SendSession, walks: list[BucketCopy], called: str, bases: Sequence[int | None]
@@ -335,10 +331,6 @@ class Sender:
         plan = walk.plan
         slot = channel.slot(seq % SLOTS)[: plan.nbytes]
         try:
-            if isinstance(channel, SendsApart):
-                parts = walk.spans.gather(pieces, slot)
-                channel.start_apart(seq, [part.memory for part in parts], plan.lane)
-                return "xxh3", spans.span_checksum(parts)  # hashed while they are being sent
             said = walk.give(pieces, slot)
             channel.start(seq, plan.nbytes, plan.lane)
         except PeerLost as error:

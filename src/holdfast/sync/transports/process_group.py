@@ -1,12 +1,13 @@
-"""Transfer weights over ``torch.distributed``: gloo between hosts, or the backend of an accelerator.
+"""Transfer weights between hosts: in host memory over TCP, or over the backend of an accelerator.
 
-Each publisher rank makes a group of itself and the members of its sessions, not registered with torch: training, and
-receivers that are jobs of their own, may have and make any groups. They meet over a TCPStore that the publisher rank
-hosts. A bucket that all members want is broadcast; others are sent to each member that wants them. gloo sends large
-entries straight from the publisher's tensors, and receives them straight into their destination.
+In host memory (``backend="gloo"``) versions lie in the publisher's blocks, of which each receiver reads what it wants,
+at its own pace (``sync.versions``). Over a backend such as NCCL, experimental, a version goes straight from the weights
+in sessions: each publisher rank makes a group of itself and the session's members, not registered with torch, so
+training, and receivers that are jobs of their own, may have and make any groups. They meet over a TCPStore that the
+publisher rank hosts. A bucket that all members want is broadcast; others are sent to each member that wants them.
 
 Guarantees: groups are made again when the members change or an operation failed; nothing of a failed group is reused.
-Buckets take two slots on each side, on ``device``.
+Their buckets take two slots on each side, on ``device``.
 Assumes: torch has the backend; one that torch doesn't include must be registered with ``torch.distributed.Backend``.
 """
 
@@ -24,18 +25,21 @@ import torch
 
 from holdfast import _torch_compat as compat
 from holdfast.coordination import links
-from holdfast.coordination.links import LinkLost, PeerLate, is_gloo_available, prefix_store
+from holdfast.coordination.links import LinkLost, PeerLate, prefix_store
 from holdfast.errors import ConfigError, DeadlineExceeded, PeerLost
 from holdfast.format.decoding import prepare_decoding
 from holdfast.sync.session.channel import SLOTS, bucket_memory
 from holdfast.sync.session.rendezvous import hosts_here, this_machine
 from holdfast.sync.transports.linked import LinkedTransport
+from holdfast.sync.versions.publishing import BlockPublishing
+from holdfast.sync.versions.receiving import BlockReceiving
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from holdfast.coordination.deadline import Deadline
     from holdfast.coordination.links import TransferHandle
+    from holdfast.sync.protocol import PublisherOptions, Publishing, Receiving
     from holdfast.sync.session.channel import Channels
 
 
@@ -109,14 +113,14 @@ without them.
 _GLOO: Final = "gloo"
 _PUBLISHER: Final = 0
 """Rank of the publisher in the groups; member number ``n`` has rank ``n + 1``."""
-_PARTS: Final = 1 << 14
-"""Upper limit of parts of a bucket, far above the actual number."""
 _TAGS: Final = 1 << 29
-"""Limit of tags: gloo's have 32 bits, and the upper ones are reserved for its own and for ending links."""
 
 
 class ProcessGroupTransport(LinkedTransport):
-    """Transfers versions over groups of ``torch.distributed``, between processes on any hosts.
+    """Transfers versions between processes on any hosts: over TCP, or over a backend of ``torch.distributed``.
+
+    With gloo, the default, the bytes go over TCP connections of our own, and no group is made; the name says only that
+    they come from host memory. Other backends are experimental: they have not run on their devices yet.
 
     Args:
         rendezvous: where both sides find each other: a directory, ``"tcp://host:port"``, or a torch Store.
@@ -141,12 +145,27 @@ class ProcessGroupTransport(LinkedTransport):
         self._device = torch.device(device)
         self._backend = backend
         if backend == _GLOO:
-            if not is_gloo_available():
-                raise ConfigError("this torch has no gloo", field="backend")
             if self._device.type != "cpu":
                 raise ConfigError(f"gloo sends from host memory, not from {device}; give device='cpu'", field="device")
         elif self._device.type == "cpu":
             raise ConfigError(f"backend {backend!r} needs its own device, not 'cpu'", field="device")
+
+    def publishing(self, options: PublisherOptions) -> Publishing:
+        if self._backend != _GLOO:
+            return super().publishing(options)
+        return BlockPublishing(
+            options,
+            rendezvous=self._rendezvous,
+            process_group=self.process_group,
+            peer_timeout_s=self._peer_timeout_s,
+            network=True,
+            host=self._host,
+        )
+
+    def receiving(self) -> Receiving:
+        if self._backend != _GLOO:
+            return super().receiving()
+        return BlockReceiving(rendezvous=self._rendezvous, peer_timeout_s=self._peer_timeout_s)
 
     def make_channels(self) -> Channels:
         return GroupChannels(self._backend, self._device, self._host)
@@ -185,8 +204,7 @@ class GroupChannels:
             for member in range(len(addresses))
         ]
         store = prefix_store(name, self._hosted)
-        kind = SendApart if self._backend == _GLOO else SendGroup
-        return kind(self._links(lambda: store, _PUBLISHER, world), offers, bucket_bytes, self._device)
+        return SendGroup(self._links(lambda: store, _PUBLISHER, world), offers, bucket_bytes, self._device)
 
     def receive_channel(self, offer: bytes, bucket_bytes: int) -> ReceiveGroup:
         told = msgspec.msgpack.decode(offer, type=_GroupOffer)
@@ -196,22 +214,16 @@ class GroupChannels:
             store = compat.tcp_store(host, told.port, hosting=False, timeout=_STORE_TIMEOUT)
             return prefix_store(told.name, store)
 
-        kind = ReceiveApart if self._backend == _GLOO else ReceiveGroup
-        return kind(self._links(connect, told.rank, told.world), told.world - 1, bucket_bytes, self._device)
+        return ReceiveGroup(self._links(connect, told.rank, told.world), told.world - 1, bucket_bytes, self._device)
 
     def close(self) -> None:
         self._hosted = None
 
-    def _links(self, store: Callable[[], Any], rank: int, world: int) -> Callable[[float], GroupLinks]:
-        def make(timeout_s: float) -> GroupLinks:
-            if self._backend == _GLOO:
-                return links.GlooLinks(store(), rank, world, timeout_s=timeout_s)
+    def _links(self, store: Callable[[], Any], rank: int, world: int) -> Callable[[float], DeviceLinks]:
+        def make(timeout_s: float) -> DeviceLinks:
             return DeviceLinks(self._backend, self._device, store(), rank, world, timeout_s=timeout_s)
 
         return make
-
-
-GroupLinks = links.GlooLinks | DeviceLinks
 
 
 class _Group:
@@ -219,11 +231,11 @@ class _Group:
 
     blocks = True
 
-    def __init__(self, make_links: Callable[[float], GroupLinks], bucket_bytes: int, device: torch.device) -> None:
+    def __init__(self, make_links: Callable[[float], DeviceLinks], bucket_bytes: int, device: torch.device) -> None:
         self._make_links = make_links
         self._bucket_bytes = bucket_bytes
         self._device = device
-        self._links: GroupLinks | None = None
+        self._links: DeviceLinks | None = None
         self._closed = False
         self._slots: list[torch.Tensor] = []
 
@@ -269,7 +281,7 @@ class _Group:
             raise PeerLost(f"bucket {seq} was cut off: {error}", peer="a member", phase=f"bucket {seq}") from error
 
     @property
-    def _open_links(self) -> GroupLinks:
+    def _open_links(self) -> DeviceLinks:
         assert self._links is not None
         return self._links
 
@@ -279,7 +291,7 @@ class SendGroup(_Group):
 
     def __init__(
         self,
-        make_links: Callable[[float], GroupLinks],
+        make_links: Callable[[float], DeviceLinks],
         offers: Sequence[_GroupOffer],
         bucket_bytes: int,
         device: torch.device,
@@ -308,20 +320,11 @@ class SendGroup(_Group):
             self._wait(transfer, deadline, seq)
 
 
-class SendApart(SendGroup):
-    """`SendChannel` of a publisher rank over gloo; implements `SendsApart` too."""
-
-    def start_apart(self, seq: int, parts: Sequence[torch.Tensor], lane: Sequence[int]) -> None:
-        self._under_way[seq] = []
-        for number, part in enumerate(parts):
-            self._start(seq, part, lane, _tag(seq, number))
-
-
 class ReceiveGroup(_Group):
     """`ReceiveChannel` of a member."""
 
     def __init__(
-        self, make_links: Callable[[float], GroupLinks], members: int, bucket_bytes: int, device: torch.device
+        self, make_links: Callable[[float], DeviceLinks], members: int, bucket_bytes: int, device: torch.device
     ) -> None:
         super().__init__(make_links, bucket_bytes, device)
         self._members = members
@@ -354,22 +357,9 @@ class ReceiveGroup(_Group):
         self._free.append(self._slot_of.pop(seq))
 
 
-class ReceiveApart(ReceiveGroup):
-    """`ReceiveChannel` of a member over gloo; implements `ReceivesApart` too."""
-
-    def post_apart(
-        self, seq: int, nbytes: int, lane: Sequence[int], place: Callable[[torch.Tensor], Sequence[torch.Tensor]]
-    ) -> None:
-        memory = self._free_slot(seq, nbytes)
-        transfers: list[TransferHandle] = []
-        self._posted[seq] = memory, transfers
-        for number, part in enumerate(place(memory)):
-            transfers.append(self._start(seq, part, lane, _tag(seq, number)))
-
-
-def _tag(seq: int, part: int = 0) -> int:
+def _tag(seq: int) -> int:
     """Return the tag of a message; it repeats only when the earlier message was received long ago."""
-    return (seq * _PARTS + part) % _TAGS
+    return seq % _TAGS
 
 
 def _is_broadcast(lane: Sequence[int], members: int) -> bool:

@@ -52,7 +52,11 @@ class SharedMemoryTransport:
 
     def publishing(self, options: PublisherOptions) -> Publishing:
         return BlockPublishing(
-            options, rendezvous=self._rendezvous, process_group=self.process_group, directory=self._directory
+            options,
+            rendezvous=self._rendezvous,
+            process_group=self.process_group,
+            peer_timeout_s=self._peer_timeout_s,
+            directory=self._directory,
         )
 
     def receiving(self) -> Receiving:

@@ -21,7 +21,7 @@ import os
 import threading
 from bisect import bisect_right
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 import numpy as np
@@ -41,7 +41,7 @@ from holdfast.storage.ranged_reads import take_turns
 from holdfast.sync.weights.buckets import BUCKET_ALIGN_BYTES, Piece, itemsize_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -254,6 +254,8 @@ class _Moves:
 class MappedBlock:
     """A publisher rank's block, mapped by a receiver; the mapping lives while tensors refer to it."""
 
+    is_here = False
+
     def __init__(self, fd: int, nbytes: int) -> None:
         """Map the block and close ``fd``. Raises `StorageError`."""
         try:
@@ -283,6 +285,35 @@ class MappedBlock:
     def bytes_between(self, start: int, end: int) -> memoryview:
         return self._memory[start:end]
 
+    def bring(self, start: int, end: int) -> None:
+        """See to it that these bytes are here: they are."""
+
+    def refresh(self) -> None:
+        """See to it that `epoch` is what it is at the publisher: it is."""
+
+    def let_go(self) -> None:
+        """Note that what was fetched is no longer needed: the mapping stays."""
+
+
+class ReadableBlock(Protocol):
+    """A publisher rank's block as a receiver sees it: mapped, or brought over a network (``versions.mirror``)."""
+
+    nbytes: int
+    view: torch.Tensor
+    is_here: bool
+    """What was brought is this process's own: no lease is needed any more."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    def bytes_between(self, start: int, end: int) -> memoryview: ...
+
+    def bring(self, start: int, end: int) -> None: ...
+
+    def refresh(self) -> None: ...
+
+    def let_go(self) -> None: ...
+
 
 class RankVersion:
     """One rank's part of a version in a mapped block: its layout, and checks of what lies there.
@@ -292,7 +323,7 @@ class RankVersion:
 
     def __init__(
         self,
-        block: MappedBlock,
+        block: ReadableBlock,
         sizes: tuple[int, int, int],
         digest: bytes,
         layouts: dict[bytes, BlockLayout],
@@ -309,14 +340,16 @@ class RankVersion:
         start = sums_at(data_bytes, layout_bytes)
         if min(sizes) < 0 or start + 8 * count > block.nbytes:
             raise self._corrupt("its sizes don't fit its block", 0, 0)
-        encoded = block.bytes_between(layout_at(data_bytes), layout_at(data_bytes) + layout_bytes)
+        block.bring(layout_at(data_bytes), start + 8 * count)
+        # Both are copied before they are verified: the publisher may take the block back at any moment.
+        encoded = bytes(block.bytes_between(layout_at(data_bytes), layout_at(data_bytes) + layout_bytes))
         self.sums: Sums = np.frombuffer(block.bytes_between(start, start + 8 * count), np.uint64).copy()
         key = xxhash.xxh3_128_digest(encoded)
         if xxhash.xxh3_128_digest(key + self.sums.tobytes()) != digest:
             raise self._corrupt("its layout and checksums are not those of its record", layout_at(data_bytes), start)
         layout = layouts.get(key)
         if layout is None:
-            layout = layouts[key] = BlockLayout.decode(bytes(encoded))
+            layout = layouts[key] = BlockLayout.decode(encoded)
         self.layout = layout
         self.data = block.view[HEADER_BYTES : HEADER_BYTES + layout.data_bytes]
         self._typed = ByteMemory(self.data)
@@ -349,9 +382,12 @@ class RankVersion:
             raise self._corrupt("bytes have another checksum than when they were published", start, end)
 
     def checks(self, extents: Sequence[int]) -> list[Callable[[], None]]:
-        """Return jobs that check these extents."""
+        """Return jobs that bring these extents and check them."""
 
         def check(some: Sequence[int]) -> None:
+            for first, last in _runs(some):
+                end = min((last + 1) * EXTENT_BYTES, self.layout.data_bytes)
+                self.block.bring(HEADER_BYTES + first * EXTENT_BYTES, HEADER_BYTES + end)
             for extent in some:
                 self.check(extent)
 
@@ -364,6 +400,18 @@ class RankVersion:
             path=self.what,
             byte_range=(start, end),
         )
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last of each run of successive numbers."""
+    first = last = None
+    for number in numbers:
+        if last is not None and first is not None and number != last + 1:
+            yield first, last
+            first = None
+        first, last = number if first is None else first, number
+    if first is not None and last is not None:
+        yield first, last
 
 
 prepare_decoding(tuple[Piece, ...])

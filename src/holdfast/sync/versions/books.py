@@ -38,8 +38,8 @@ class Block:
     nbytes: int
     epoch: int = 0
     version: int | None = None
-    leases: dict[Hashable, int] = field(default_factory=dict)
-    """By reader: when it was taken, as a number that goes up."""
+    leases: dict[Hashable, list[int]] = field(default_factory=dict)
+    """By reader: when each of its leases was taken, as numbers that go up."""
 
     def fits(self, nbytes: int) -> bool:
         return nbytes <= self.nbytes <= max(_ROOM * nbytes, nbytes)
@@ -101,6 +101,11 @@ class Books:
         """How many blocks there are."""
         return len(self._blocks)
 
+    def epoch_of(self, block: int) -> int | None:
+        """Return the epoch of a block; None if there is none of that number."""
+        found = self._blocks.get(block)
+        return None if found is None else found.epoch
+
     def begin(self, version: int, nbytes: int) -> Filling:
         """Return the block to fill with ``version``, of at least ``nbytes``; its epoch has gone up."""
         assert self._filling is None, "one version at a time"
@@ -113,7 +118,7 @@ class Books:
             for block in gone:
                 del self._blocks[block.number]
             if self._counted() >= self._max_blocks:
-                taken = min(self._lingering(), key=lambda block: min(block.leases.values()))
+                taken = min(self._lingering(), key=lambda block: min(map(min, block.leases.values())))
                 revoked = tuple(taken.leases)
                 is_new = not taken.fits(nbytes)
                 if is_new:
@@ -190,7 +195,7 @@ class Books:
     # reading ------------------------------------------------------------------------------------------------------
 
     def lease(self, reader: Hashable, version: int, digest: bytes) -> BlockLease:
-        """Give ``reader`` a lease on ``version``; it has at most one on a block.
+        """Give ``reader`` a lease on ``version``. Who takes several on a block, by several fetches, gives back as many.
 
         digest: what the record of the version says of this rank. Raises `CheckpointNotFound` if it isn't here.
         """
@@ -200,14 +205,18 @@ class Books:
             if block is None or known != digest:
                 raise self.unknown(version)
         self._leases += 1
-        block.leases[reader] = self._leases
+        block.leases.setdefault(reader, []).append(self._leases)
         return BlockLease(block, version, block.epoch)
 
     def release(self, reader: Hashable, block: int, epoch: int) -> None:
-        """End the lease of ``reader`` on that block, unless it has ended already."""
+        """End one lease of ``reader`` on that block, unless it has ended already."""
         found = self._blocks.get(block)
-        if found is not None and found.epoch == epoch:
-            found.leases.pop(reader, None)
+        if found is None or found.epoch != epoch or reader not in found.leases:
+            return
+        taken = found.leases[reader]
+        taken.pop(0)
+        if not taken:
+            del found.leases[reader]
 
     def forget(self, reader: Hashable) -> None:
         """End all leases of ``reader``."""

@@ -4,7 +4,8 @@
     rank -> receiver          News (to who watches), and to each Lease: Granted, with a `BlockFile` before it if the
                               receiver hasn't got that block's memory yet, or LeaseRefused
 
-Nothing is sent for the bytes of a version: the receiver reads the block.
+Over a network a receiver hasn't got the memory: it reads what it wants of it with `ReadRanges`. Within a host nothing
+is sent for the bytes of a version.
 """
 
 from __future__ import annotations
@@ -27,10 +28,16 @@ class VersionRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankPlace(msgspec.Struct, frozen=True, array_like=True):
-    """Where one publisher rank listens: the path of a socket, on one host (its boot id)."""
+    """Where one publisher rank listens, on one host (its boot id): the path of a socket, or a port of some addresses.
+
+    machine: as by ``session.rendezvous.this_machine``.
+    """
 
     path: str
     boot: str
+    hosts: tuple[str, ...] = ()
+    port: int = 0
+    machine: str = ""
 
 
 class PublisherPlaces(msgspec.Struct, frozen=True, array_like=True, tag="blocks"):
@@ -72,6 +79,17 @@ class GiveBack(EngineMessage, frozen=True):
     epoch: int
 
 
+class ReadRanges(EngineMessage, frozen=True):
+    """On a connection of its own: ask for bytes of a block, from and to, while it is of ``epoch``.
+
+    Answered by the bytes of each range and a byte that says whether the block was of that epoch all the time.
+    """
+
+    block: int
+    epoch: int
+    ranges: tuple[tuple[int, int], ...]
+
+
 # rank -> receiver ------------------------------------------------------------------------------------------------
 
 
@@ -95,6 +113,7 @@ class Granted(EngineMessage, frozen=True):
     """The lease that was asked for. The block has the version while the number at its start is ``epoch``.
 
     data_bytes: bytes of the pieces. layout_bytes, sums: what follows them: the encoded layout, and how many checksums.
+    nbytes: of the block.
     """
 
     number: int
@@ -103,6 +122,7 @@ class Granted(EngineMessage, frozen=True):
     data_bytes: int
     layout_bytes: int
     sums: int
+    nbytes: int
 
 
 class LeaseRefused(EngineMessage, frozen=True):
@@ -110,7 +130,7 @@ class LeaseRefused(EngineMessage, frozen=True):
     reason: RankFailure
 
 
-ToRank = Introduce | AskNews | TakeLease | GiveBack
+ToRank = Introduce | AskNews | TakeLease | GiveBack | ReadRanges
 FromRank = News | BlockFile | Granted | LeaseRefused
 
 prepare_decoding(PublisherPlaces, VersionRecord, ToRank, FromRank)

@@ -30,7 +30,8 @@ from holdfast.coordination.group import open_group, ranks_of
 from holdfast.coordination.round import Round, Rounds
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.sync.protocol import Published
-from holdfast.sync.session.rendezvous import PLACES, open_rendezvous
+from holdfast.sync.session.links import listener
+from holdfast.sync.session.rendezvous import PLACES, hosts_here, open_rendezvous, this_machine
 from holdfast.sync.versions import messages
 from holdfast.sync.versions.block import BlockLayout, BlockMemory
 from holdfast.sync.versions.books import Books
@@ -39,7 +40,6 @@ from holdfast.sync.weights.agreed import CutWeights, WeightsAgreement
 from holdfast.sync.weights.pieces import copy_threads
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable, Mapping
 
     from holdfast.coordination.deadline import Deadline
@@ -59,8 +59,17 @@ class BlockPublishing:
     """See the module; implements `Publishing`."""
 
     def __init__(
-        self, options: PublisherOptions, *, rendezvous: Any, process_group: Any | None, directory: str | None
+        self,
+        options: PublisherOptions,
+        *,
+        rendezvous: Any,
+        process_group: Any | None,
+        peer_timeout_s: float,
+        directory: str | None = None,
+        network: bool = False,
+        host: str | None = None,
     ) -> None:
+        """directory: where this rank's socket lies. network: receivers may be on other hosts, which know ``host``."""
         if options.atomic_fleet:
             raise ConfigError(
                 "atomic_fleet: receivers of this transport are independent of one another; let each fetch the version, "
@@ -86,15 +95,23 @@ class BlockPublishing:
         self._rendezvous = open_rendezvous(rendezvous, hosting=True) if self._group.rank == 0 else None
         where = f"publisher rank {self._group.rank}"
         self._served = Served(Books(keep=options.keep_versions, max_blocks=max_blocks, where=where))
-        self._path = os.path.join(_directory(rendezvous, directory), f"holdfast-{secrets.token_hex(6)}")
-        sock = listen_at(self._path)
+        self._path = ""
+        if network:
+            sock = listener("")
+            place = messages.RankPlace("", boot_id(), hosts_here(host), sock.getsockname()[1], this_machine())
+        else:
+            self._path = os.path.join(_directory(rendezvous, directory), f"holdfast-{secrets.token_hex(6)}")
+            sock = listen_at(self._path)
+            place = messages.RankPlace(self._path, boot_id())
         try:
-            self._places = self._meet(sock)
+            self._places = self._meet(place)
         except BaseException:
             sock.close()
             unlink_quietly(self._path)
             raise
-        self._server = BlockServer(self._group.rank, sock, self._places.token, self._served)
+        self._server = BlockServer(
+            self._group.rank, sock, self._places.token, self._served, peer_timeout_s=peer_timeout_s
+        )
         self._agreement = WeightsAgreement(self._group, self._captures)
         self._staged = Rounds(self._group.board, "staged", had_not="staged this version")
         self._layout: tuple[str, BlockLayout] | None = None
@@ -210,6 +227,8 @@ class BlockPublishing:
     def _begin(self, version: int, layout: BlockLayout) -> BlockMemory:
         """Return the memory to fill with a version."""
         served = self._served
+        if self._preparing is not None and self._preparing.ident is not None:
+            self._preparing.join()  # it makes what is needed now; two at once would be more than ``max_blocks``
         with served.lock:
             filling = served.books.begin(version, layout.block_bytes)
             freed = [(served.memory.pop(block.number), block.epoch) for block in filling.gone]
@@ -276,9 +295,8 @@ class BlockPublishing:
             self._served.records = tuple(self._records[version] for version in sorted(self._records))
             self._server.tell()
 
-    def _meet(self, sock: socket.socket) -> messages.PublisherPlaces:
+    def _meet(self, place: messages.RankPlace) -> messages.PublisherPlaces:
         """Tell the other ranks where this one listens, learn of all of them, and let receivers find them."""
-        del sock
         board = self._group.board
         round_ = Round(board, "places", had_not="made its publisher")
 
@@ -291,7 +309,7 @@ class BlockPublishing:
             self._rendezvous.put(PLACES, _encode(made))
             return _encode(made)
 
-        round_.say(_encode(messages.RankPlace(self._path, boot_id())))
+        round_.say(_encode(place))
         found = round_.wait(gathered, timeout_s=_MEET_S)
         if isinstance(found, RankFailure):
             raise found.cause()

@@ -47,7 +47,8 @@ from holdfast.sync.session.futures import CloseSignal
 from holdfast.sync.session.links import Ended, EventLoop, Link
 from holdfast.sync.session.rendezvous import PLACES, RendezvousClient, open_rendezvous
 from holdfast.sync.versions import messages
-from holdfast.sync.versions.block import BlockLayout, MappedBlock, RankVersion
+from holdfast.sync.versions.block import BlockLayout, MappedBlock, RankVersion, ReadableBlock
+from holdfast.sync.versions.mirror import MirrorBlock, RankReader
 from holdfast.sync.versions.serving import connect_to, is_gone
 from holdfast.sync.weights.apply import twins_differ
 from holdfast.sync.weights.pieces import Local, copy_all, copy_threads, global_rank, places_of
@@ -245,9 +246,10 @@ class _SelectedParts(NamedTuple):
 class RankConnections:
     """This receiver's connections to all ranks of one publisher, and the blocks that it has mapped."""
 
-    def __init__(self, places: messages.PublisherPlaces, deadline: Deadline) -> None:
+    def __init__(self, places: messages.PublisherPlaces, deadline: Deadline, *, peer_timeout_s: float) -> None:
         """Connect. Raises `PeerLost` if a rank is gone."""
         self.places = places
+        self._readers: list[RankReader | None] = []
         self._loop = EventLoop()
         self._links: list[Link] = []
         self._blocks: list[dict[int, MappedBlock]] = [{} for _ in places.ranks]
@@ -269,7 +271,10 @@ class RankConnections:
                 link = Link(sock, f"publisher rank {rank}", messages.FromRank)
                 self._loop.add(link)
                 self._links.append(link)
-                link.send(messages.Introduce(name, places.token))
+                introduce = messages.Introduce(name, places.token)
+                link.send(introduce)
+                reader = RankReader(rank, place, introduce, peer_timeout_s=peer_timeout_s)
+                self._readers.append(None if place.path else reader)
         except BaseException:
             self.close()
             raise
@@ -279,6 +284,9 @@ class RankConnections:
 
     def close(self) -> None:
         self._loop.close()
+        for reader in self._readers:
+            if reader is not None:
+                reader.close()
 
     def records(self, deadline: Deadline, check: Callable[[], None]) -> tuple[messages.VersionRecord, ...]:
         """Ask rank 0 for the versions that there are now. check: called while waiting; may raise."""
@@ -291,7 +299,7 @@ class RankConnections:
 
     def lease(
         self, record: messages.VersionRecord, deadline: Deadline, check: Callable[[], None]
-    ) -> list[tuple[MappedBlock, messages.Granted]]:
+    ) -> list[tuple[ReadableBlock, messages.Granted]]:
         """Take a lease on the version from every rank, or on none. check: called while waiting; may raise.
 
         Raises the reason of a rank that refuses, `PeerLost`, `DeadlineExceeded`.
@@ -308,7 +316,12 @@ class RankConnections:
             self._asked += 1  # what is granted from now on is given back
             self.give_back(granted)
             raise
-        return [(self._blocks[rank][granted[rank].block], granted[rank]) for rank in range(len(self._links))]
+        return [
+            (self._blocks[rank][granted[rank].block], granted[rank])
+            if reader is None
+            else (MirrorBlock(reader, granted[rank], record.version, check), granted[rank])
+            for rank, reader in enumerate(self._readers)
+        ]
 
     def give_back(self, granted: Mapping[int, messages.Granted]) -> None:
         """End leases, by rank, soon. Any thread; doesn't wait."""
@@ -335,7 +348,7 @@ class RankConnections:
             if not self._returned or not self._sending.acquire(blocking=False):
                 return
 
-    def version_of(self, block: MappedBlock, granted: messages.Granted, digest: bytes, what: str) -> RankVersion:
+    def version_of(self, block: ReadableBlock, granted: messages.Granted, digest: bytes, what: str) -> RankVersion:
         """Return a rank's part of a version; see `RankVersion`."""
         if len(self._layouts) > _RECORDS_MAX_LAYOUTS * len(self._links):
             self._layouts.clear()
@@ -543,6 +556,7 @@ class BlockReceiving:
         fetched = FetchedBlocks(destination, record, ranks, leased)
         try:
             fetched.verify(self._check)
+            fetched.end_leases()
         except BaseException:
             fetched.release()
             raise
@@ -552,7 +566,7 @@ class BlockReceiving:
     def _connected(self, places: messages.PublisherPlaces, deadline: Deadline) -> RankConnections:
         if self._ranks is None or self._ranks.places != places:
             self._disconnect()
-            self._ranks = RankConnections(places, deadline)
+            self._ranks = RankConnections(places, deadline, peer_timeout_s=self._peer_timeout_s)
         return self._ranks
 
 
@@ -574,7 +588,7 @@ class FetchedBlocks:
         destination: Destination,
         record: messages.VersionRecord,
         ranks: RankConnections,
-        leased: Sequence[tuple[MappedBlock, messages.Granted]],
+        leased: Sequence[tuple[ReadableBlock, messages.Granted]],
     ) -> None:
         self.version = record.version
         self.nbytes = 0
@@ -584,6 +598,7 @@ class FetchedBlocks:
         self._destination = destination
         self._connections = ranks
         self._leased = list(leased)
+        self._leases = {rank: granted for rank, (_, granted) in enumerate(leased)}
         self._parts: list[tuple[RankVersion, list[PieceBox]]] = []
         self._released = False
 
@@ -598,6 +613,8 @@ class FetchedBlocks:
         try:
             self._verify(check)
         except (CheckpointCorrupt, StateMismatch):
+            for block, _ in self._leased:
+                block.refresh()
             self._check_epochs()  # bytes of another version are no damage
             raise
 
@@ -621,6 +638,12 @@ class FetchedBlocks:
             for name in selection.names:
                 self._destination.complete(name)
 
+    def end_leases(self) -> None:
+        """Give back the leases on blocks that have been brought here."""
+        here = {rank: granted for rank, granted in self._leases.items() if self._leased[rank][0].is_here}
+        self._leases = {rank: granted for rank, granted in self._leases.items() if rank not in here}
+        self._connections.give_back(here)
+
     def commit(self) -> None:
         if self._released:
             raise AssertionError("this version was released")
@@ -633,7 +656,9 @@ class FetchedBlocks:
     def release(self) -> None:
         if not self._released:
             self._released = True
-            self._connections.give_back({rank: granted for rank, (_, granted) in enumerate(self._leased)})
+            self._connections.give_back(self._leases)
+            for block, _ in self._leased:
+                block.let_go()
             self._leased, self._parts = [], []
             self._destination.abandon()
 
@@ -696,6 +721,8 @@ class FetchedBlocks:
                     raise twins_differ(other, name)
 
     def _check_epochs(self) -> None:
+        if self._released:
+            raise AssertionError("this version was released while it was used")
         for block, granted in self._leased:
             if block.epoch != granted.epoch:
                 raise VersionRevoked(

@@ -3,7 +3,8 @@
 Guarantees: a receiver that doesn't read what it is sent loses its connection, and with it its leases; nobody else
 notices. What receivers ask is answered by the books alone: no receiver can make the publisher wait.
 Assumes: `Served.lock` is held around each look into the books, by all threads.
-Does not: read or write blocks.
+Receivers of other hosts read ranges of blocks, each on a thread of its own, straight from the blocks' memory.
+Does not: write to blocks.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import errno
 import logging
 import os
+import select
 import socket
 import struct
 import threading
@@ -19,13 +21,17 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from holdfast import events
+from holdfast.coordination.deadline import Deadline
 from holdfast.coordination.failure import RankFailure
+from holdfast.engine.wire import Inbox
 from holdfast.errors import ConfigError, HoldfastError, StorageError
-from holdfast.sync.session.links import Ended, EventLoop, Link
+from holdfast.sync.session.links import Ended, EventLoop, Link, connect
+from holdfast.sync.session.rendezvous import this_machine
 from holdfast.sync.versions import messages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from holdfast.engine.messages import EngineMessage
     from holdfast.sync.versions.block import BlockLayout, BlockMemory
@@ -57,6 +63,19 @@ class Served:
     """On rank 0: the versions that exist, ascending."""
     closed: threading.Event = field(default_factory=threading.Event)
 
+    def has(self, block: int, epoch: int) -> bool:
+        """Return True if that block still is of that epoch."""
+        with self.lock:
+            return self.books.epoch_of(block) == epoch
+
+    def memory_of(self, block: int, epoch: int) -> int | None:
+        """Return a descriptor of a block's memory, for the caller to close; None if it isn't of that epoch any more."""
+        with self.lock:
+            memory = self.memory.get(block)
+            if memory is None or self.books.epoch_of(block) != epoch:
+                return None
+            return os.dup(memory.read_only_fd)
+
 
 @dataclass(slots=True, eq=False)
 class _LeaseHolder:
@@ -71,11 +90,14 @@ class _LeaseHolder:
 class BlockServer:
     """Answers receivers of one publisher rank, on a thread of its own, until `close`."""
 
-    def __init__(self, rank: int, sock: socket.socket, token: str, served: Served) -> None:
+    def __init__(self, rank: int, sock: socket.socket, token: str, served: Served, *, peer_timeout_s: float) -> None:
         self._rank = rank
         self._sock = sock
         self._token = token
         self._served = served
+        self._peer_timeout_s = peer_timeout_s
+        self._data: set[socket.socket] = set()
+        """Connections on which ranges are read, each with a thread of its own."""
         self._loop = EventLoop()
         self._loop.listen(sock)
         self._strangers: dict[Link, float] = {}
@@ -92,6 +114,9 @@ class BlockServer:
         """End all connections; idempotent."""
         self._stopping = True
         self._loop.wake()
+        for sock in list(self._data):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
         if self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
@@ -115,7 +140,7 @@ class BlockServer:
             self._sock.close()
 
     def _accept(self, sock: socket.socket) -> None:
-        if not _is_same_user(sock):
+        if sock.family == socket.AF_UNIX and not _is_same_user(sock):
             sock.close()
             return
         link = Link(sock, "a receiver", messages.ToRank)
@@ -138,6 +163,9 @@ class BlockServer:
                 reader.watches = True
         elif isinstance(message, messages.TakeLease):
             self._grant(link, reader, message)
+        elif isinstance(message, messages.ReadRanges):
+            self._readers.pop(link)
+            self._serve_ranges(self._loop.hand_over(link), reader.name, message)
         elif isinstance(message, messages.GiveBack):
             with self._served.lock:
                 self._served.books.release(link, message.block, message.epoch)
@@ -151,13 +179,61 @@ class BlockServer:
                 link.send(messages.LeaseRefused(asked.number, RankFailure.of(error, rank=self._rank)))
                 return
             memory, layout = served.memory[block.number], served.layouts[version]
-            if block.number not in reader.files:
+            if link.sock.family == socket.AF_UNIX and block.number not in reader.files:
                 reader.files.add(block.number)
                 alive = tuple(served.memory)
                 link.pass_on(messages.BlockFile(block.number, block.nbytes, alive), memory.read_only_fd)
         link.send(
-            messages.Granted(asked.number, block.number, epoch, layout.data_bytes, len(layout.encoded), layout.extents)
+            messages.Granted(
+                asked.number,
+                block.number,
+                epoch,
+                layout.data_bytes,
+                len(layout.encoded),
+                layout.extents,
+                block.nbytes,
+            )
         )
+
+    def _serve_ranges(self, sock: socket.socket, reader: str, first: messages.ReadRanges) -> None:
+        """Answer reads on a thread, which ends with the connection."""
+
+        def serve() -> None:
+            try:
+                asked: messages.ReadRanges | None = first
+                inbox: Inbox[messages.ReadRanges] = Inbox(sock, messages.ReadRanges)
+                while asked is not None and not self._stopping:
+                    self._send_ranges(sock, asked)
+                    asked = _next_read(sock, inbox, lambda: self._stopping)
+            except OSError as error:
+                if not self._stopping:
+                    _log.warning("receiver %s no longer reads from publisher rank %d: %s", reader, self._rank, error)
+            finally:
+                self._data.discard(sock)
+                sock.close()
+
+        self._data.add(sock)
+        try:
+            threading.Thread(target=serve, name=f"holdfast-versions-to-{reader}", daemon=True).start()
+        except RuntimeError:  # no more threads: it will ask again
+            self._data.discard(sock)
+            sock.close()
+
+    def _send_ranges(self, sock: socket.socket, asked: messages.ReadRanges) -> None:
+        memory = self._served.memory_of(asked.block, asked.epoch)
+        fd = -1 if memory is None else memory
+        try:
+            for start, end in asked.ranges:
+                if fd >= 0 and start < end:
+                    send_range(sock, fd, start, end, self._peer_timeout_s)
+                elif start < end:
+                    send_all(sock, bytes(end - start), self._peer_timeout_s)  # it waits for as many bytes
+                events.count("sync_bytes_sent", end - start)
+            is_same = self._served.has(asked.block, asked.epoch)
+            send_all(sock, b"\x01" if fd >= 0 and is_same else b"\x00", self._peer_timeout_s)
+        finally:
+            if fd >= 0:
+                os.close(fd)
 
     def _tell_news(self) -> None:
         records = self._served.records
@@ -224,6 +300,9 @@ def listen_at(path: str) -> socket.socket:
 
 def connect_to(place: messages.RankPlace, timeout_s: float) -> socket.socket:
     """Return a connection to a publisher rank. Raises `OSError`; `ConfigError` for one of another host."""
+    if not place.path:
+        hosts = ("127.0.0.1", *place.hosts) if place.machine == this_machine() else place.hosts
+        return connect(tuple(dict.fromkeys(hosts)), place.port, Deadline.after(timeout_s))
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(max(timeout_s, 0.01))
@@ -239,6 +318,52 @@ def connect_to(place: messages.RankPlace, timeout_s: float) -> socket.socket:
             ) from error
         raise
     return sock
+
+
+# Bytes ------------------------------------------------------------------------------------------------------------
+
+
+def send_range(sock: socket.socket, fd: int, start: int, end: int, timeout_s: float) -> None:
+    """Send a range of a file; raises `TimeoutError` if the other end takes nothing for so long, else `OSError`."""
+    while start < end:
+        try:
+            start += os.sendfile(sock.fileno(), fd, start, end - start)
+        except (BlockingIOError, InterruptedError):
+            _wait_writable(sock, timeout_s)
+
+
+def send_all(sock: socket.socket, data: bytes, timeout_s: float) -> None:
+    """Send bytes, as `send_range` does."""
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[sock.send(rest) :]
+        except (BlockingIOError, InterruptedError):
+            _wait_writable(sock, timeout_s)
+
+
+def _wait_writable(sock: socket.socket, timeout_s: float) -> None:
+    waiter = select.poll()
+    waiter.register(sock, select.POLLOUT)
+    if not waiter.poll(timeout_s * 1000):
+        raise TimeoutError(f"it took nothing for {timeout_s:g} s")
+
+
+def _next_read(
+    sock: socket.socket, inbox: Inbox[messages.ReadRanges], stopping: Callable[[], bool]
+) -> messages.ReadRanges | None:
+    """Wait for the next request on a connection; None once it has ended."""
+    waiter = select.poll()
+    waiter.register(sock, select.POLLIN)
+    while not stopping():
+        if not waiter.poll(_LOOK_S * 1000):
+            continue
+        found = inbox.receive()
+        if found is None:
+            return None
+        if found:
+            return found[0].message
+    return None
 
 
 def boot_id() -> str:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import re
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
@@ -90,6 +91,18 @@ _WRAPPERS: Final = re.compile(rf"(?:^|(?<=\.))(?:{compat.COMPILED_MODULE}|{compa
 """Prefixes that ``torch.compile`` and activation checkpointing add to names."""
 
 Apply = Callable[[str, torch.Tensor], object]
+
+
+class CheckedApply(ABC):
+    """A function that looks at what is published before any of it is fetched."""
+
+    @abstractmethod
+    def select(self, published: Mapping[str, TensorInfo]) -> None:
+        """Raise `StateMismatch` if it can't take these tensors."""
+
+    @abstractmethod
+    def __call__(self, name: str, tensor: torch.Tensor) -> object:
+        """Take a complete tensor."""
 
 
 class TargetFactory:
@@ -615,6 +628,8 @@ class CallbackTarget:
     def select(self, published: Mapping[str, TensorInfo]) -> tuple[str, ...]:
         self._choice.check(tuple(map(_unwrapped, published)), where="published")
         taken = _taken(published, self._choice)
+        if isinstance(self.into, CheckedApply):
+            self.into.select(taken)
         self._published, self._made, self._passed = taken, {}, set()
         return tuple(taken)
 
