@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 import pytest
-from jobs import run_script
+from jobs import ROOT, run_script
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang is not installed", allow_module_level=True)
@@ -42,3 +42,9 @@ def test_sglang_loads_a_version_in_one_session_and_knows_its_name(tmp_path: Path
     assert result["gone"][0].startswith("DeadlineExceeded")
     assert result["gone"][1:] == []
     assert result["after_gone"] == [6, False, True]
+
+
+@pytest.mark.timeout(300)
+def test_the_example_runs(tmp_path: Path) -> None:
+    output = run_script(ROOT / "examples" / "sglang_sync.py", tmp_path, timeout_s=240).stdout
+    assert output.count("equal: True") == 3

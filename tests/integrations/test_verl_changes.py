@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import ROOT, run_script
 from verl_ranks import nearly_at
 
 from holdfast.errors import CheckpointCorrupt, ConfigError, DeadlineExceeded
@@ -67,9 +68,8 @@ class Pair:
 def pair(tmp_path: Path) -> Iterator[Pair]:
     made = Pair(tmp_path)
     yield made
-    for half in (made.trainer._publisher, made.worker._receiver):
-        if half is not None:
-            half.close()
+    made.trainer.close()
+    made.worker.close()
 
 
 def weights_at(step: int) -> dict[str, torch.Tensor]:
@@ -157,11 +157,11 @@ def test_a_trainer_that_is_gone_leaves_verl_with_what_it_has(tmp_path: Path) -> 
     pair = Pair(tmp_path, timeout_s=3.0)
     pair.update(weights_at(1))
     pair.begin()
-    pair.trainer._publisher.close()
+    pair.trainer.close()
     with pytest.raises(DeadlineExceeded):
         next(pair.worker.receive_weights())
     assert pair.worker.prepare()["holds"] is None, "whole, the next time"
-    pair.worker._receiver.close()
+    pair.worker.close()
 
 
 def test_deltas_need_the_cache(tmp_path: Path) -> None:
@@ -169,3 +169,8 @@ def test_deltas_need_the_cache(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="delta needs cache=True"):
         verl.register()(bucket_size=1, place=str(tmp_path), delta="sparse")
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    output = run_script(ROOT / "examples" / "verl_sync.py", tmp_path, timeout_s=200).stdout
+    assert output.count("equal: True") == 3

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import run_script
+from jobs import ROOT, run_script
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed", allow_module_level=True)
@@ -83,3 +83,9 @@ def test_other_shapes_and_a_trainer_that_is_gone_change_nothing(found: dict[str,
     assert (dirty, is_equal) == (False, False), "what it had, which is not the new one"
     assert "DeadlineExceeded" in found[kind]["changes"]["closed"]
     assert found[kind]["changes"]["after close"] == [False, False]
+
+
+@pytest.mark.timeout(300)
+def test_the_example_runs(tmp_path: Path) -> None:
+    output = run_script(ROOT / "examples" / "vllm_sync.py", tmp_path, timeout_s=240).stdout
+    assert output.count("equal: True") == 3

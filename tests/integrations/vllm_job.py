@@ -10,22 +10,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import torch
-import vllm.platforms
-from vllm.platforms.cpu import CpuPlatform
-from vllm.platforms.interface import PlatformEnum
+from jobs import ROOT
 
-
-class NoKernels(CpuPlatform):
-    """The CPU, without the repacking of weights for kernels that this wheel doesn't have."""
-
-    _enum = PlatformEnum.OOT
-
+sys.path.insert(0, str(ROOT / "examples"))
+from vllm_on_cpu import use_cpu
 
 if __name__ == "__main__":
-    vllm.platforms._current_platform = NoKernels()  # vLLM finds none here
-    # torch refuses these without a device; vLLM calls them after loading.
-    torch.accelerator.empty_cache = torch.accelerator.synchronize = lambda *_: None
+    use_cpu()
 
     import vllm_parts  # looks at the platform
 

@@ -13,26 +13,16 @@ import time
 import traceback
 from functools import cached_property
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
 import vllm
 from safetensors.torch import load_file, save_file
-from vllm.config import (
-    DeviceConfig,
-    ModelConfig,
-    VllmConfig,
-    WeightTransferConfig,
-    set_current_vllm_config,
-)
-from vllm.distributed import init_distributed_environment, initialize_model_parallel
-from vllm.distributed.weight_transfer import ParamMeta, WeightSource, WeightTransferEngineFactory
-from vllm.model_executor.model_loader import get_model
-from vllm.v1.worker.gpu_worker import Worker
+from vllm.distributed.weight_transfer import ParamMeta, WeightSource
 
 from holdfast.sync.adapters import vllm as adapter
+from vllm_on_cpu import Client, one_process, served, worker_of
 
 SIZES = {
     "hidden_size": 64,
@@ -70,51 +60,6 @@ class CheckpointSource(WeightSource):
 
     def iter_full(self) -> Any:
         yield from load_file(self.directory / "model.safetensors").items()
-
-
-def served(directory: Path) -> tuple[VllmConfig, torch.nn.Module]:
-    """Load a checkpoint by vLLM, as a worker does."""
-    config = VllmConfig(
-        model_config=ModelConfig(
-            model=str(directory), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, max_model_len=64
-        ),
-        device_config=DeviceConfig(device="cpu"),
-        weight_transfer_config=WeightTransferConfig(backend="holdfast"),
-    )
-    with set_current_vllm_config(config):
-        return config, get_model(vllm_config=config)
-
-
-def worker_of(config: VllmConfig, model: torch.nn.Module) -> Worker:
-    """Return vLLM's worker with this model and no device: its methods for weight transfer are what matters."""
-    worker = object.__new__(Worker)
-    worker.vllm_config, worker.model_config, worker.speculative_config = config, config.model_config, None
-    worker.rank, worker._weight_update_active, worker._weight_update_is_draft = 0, False, False
-    worker.model_runner = SimpleNamespace(reset_lora_state=lambda: None, get_model=lambda: model)
-    worker.weight_transfer_engine = WeightTransferEngineFactory.create_engine(
-        config.weight_transfer_config, config, torch.device("cpu"), model
-    )
-    return worker
-
-
-class Client:
-    """The trainer's connection to a worker in this process."""
-
-    def __init__(self, worker: Worker) -> None:
-        self.worker, self.versions = worker, []
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.worker.init_weight_transfer_engine(json.loads(json.dumps(init_info)))
-
-    def start_weight_update(self) -> None:
-        self.worker.start_weight_update()
-
-    def update_weights(self, update_info: Any) -> None:
-        self.worker.update_weights(json.loads(json.dumps(update_info)))
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.worker.finish_weight_update()
-        self.versions.append(weight_version)
 
 
 def equal(model: torch.nn.Module, other: torch.nn.Module) -> bool:
@@ -278,10 +223,7 @@ def changes(kind: str, place: Path) -> dict[str, Any]:
 def main(directory: Path) -> None:
     adapter.register()
     with tempfile.TemporaryDirectory() as store:
-        init_distributed_environment(1, 0, f"file://{store}/store", 0, backend="gloo")
-        config = VllmConfig(device_config=DeviceConfig(device="cpu"))
-        with set_current_vllm_config(config):
-            initialize_model_parallel(1, 1)
+        one_process(Path(store) / "store")
         result: dict[str, Any] = {"vllm": vllm.__version__}
         for kind in MODELS:
             try:

@@ -24,7 +24,7 @@ Assumes: every trainer rank gets all tensors, in the same order, as from verl's 
 Does not: use device memory on the trainer besides what verl gathers; send LoRA changes separately; find what changed on
 each trainer's own shard, as verl's own engine does: with deltas, too, verl gathers all weights.
 
-Runs in tests with the wheels of verl 0.8.0 and 0.9.1: its `CheckpointEngineManager` and its workers, on ray and CPU.
+Runs in tests with the wheel of verl 0.9.1: its `CheckpointEngineManager` and its workers, on ray and CPU.
 """
 
 from __future__ import annotations
@@ -200,6 +200,14 @@ class VerlEngine:
         if self._publisher is None:
             self._publisher = Publisher(self._transport, bucket_bytes=self._bucket_bytes, receivers=receivers)
         self._receivers = receivers
+
+    def close(self) -> None:
+        """Leave; idempotent. verl doesn't call it: its processes end."""
+        if self._publisher is not None:
+            self._publisher.close()
+        if self._receiver is not None:
+            self._prefetch.close()
+            self._receiver.close()
 
     def finalize(self) -> None:
         """Do nothing: connections and plans are reused for the next version."""

@@ -13,11 +13,16 @@ and calls ``init_weight_transfer_engine``, ``start_weight_update``, ``update_wei
 ``finish_weight_update`` itself. The published names are those of the Hugging Face checkpoint: vLLM's model loads them
 like a checkpoint from disk, and each worker takes its slices.
 
-Guarantees: a version is completely received and verified, into host memory, and its names and shapes compared with
-those of the version loaded before, before vLLM's weights are changed: if any of that fails, the worker is unchanged,
-and the error is raised there. (vLLM's own engines prepare the model in ``start_weight_update``, and lose it then.)
+With ``delta="sparse"`` the trainer sends what changed, and workers load it as vLLM's checkpoint patches; with
+``prefetch=True`` workers fetch what `VllmTrainer.publish` publishes while they generate.
+
+Guarantees: a version is completely fetched and verified, and its names and shapes compared with those of the version
+loaded before, before vLLM's weights are changed: if any of that fails, the worker is unchanged, and the error is raised
+there. (vLLM's own engines prepare the model in ``start_weight_update``, and lose it then.) A delta is loaded only on
+exactly the version it is of.
 Does not: keep the old weights while new ones are loaded: if vLLM's own loading fails, the engine is `dirty` until a
-version is loaded completely, and ``version`` stays the last one that was; update a draft model; send patches.
+version is loaded completely, and ``version`` stays the last one that was; hash vLLM's own tensors; update a draft
+model.
 
 Runs in tests with the wheel of vLLM 0.33.0 on CPU: its factories, its worker's methods and its Llama, tied and
 Qwen3-MoE models, without generating, which needs a GPU.
