@@ -113,7 +113,12 @@ class Publisher:
         )
         with board_lost_told("making a publisher", _START_S):
             self._half = checked_transport(transport).publishing(options)
-            self._quantizer = Quantizer(transport.process_group) if self._transform.quantizes else None
+            try:
+                group = getattr(transport, "process_group", None)
+                self._quantizer = Quantizer(group) if self._transform.quantizes else None
+            except BaseException:
+                self._half.close()
+                raise
         self._newest: int | None = None
         self._closed = False
         self._owner = os.getpid()

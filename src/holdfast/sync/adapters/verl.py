@@ -213,7 +213,10 @@ class VerlEngine:
         """Do nothing: connections and plans are reused for the next version."""
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
-        """Publish all of ``weights``; returns when every rollout worker has them: metrics, on the master.
+        """Publish all of ``weights``; returns metrics, on the master.
+
+        Over links it waits until every rollout worker has them; otherwise until they are staged, and verl's manager
+        waits for the workers.
 
         weights: pairs of names and tensors; or verl's training engine, which passes itself for ``delta_sharded``.
         global_steps: the trainer's step, which workers get with the version; it may start again below the last one.
@@ -246,7 +249,7 @@ class VerlEngine:
             "payload_mbytes": outgoing.sent_bytes / 2**20,
             "gather_s": copied - begun,
             "publish_s": published.seconds,
-            "receivers": float(published.receivers),
+            "receivers": float(self._receivers or 0),
             "lost_receivers": float(published.lost),
         }
         if self._deltas is not None:
