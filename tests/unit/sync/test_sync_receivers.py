@@ -196,6 +196,6 @@ def test_a_rendezvous_that_does_not_answer_holds_nobody_up(start: Start, monkeyp
     with socket.create_server(("127.0.0.1", 0)) as mute:  # as that of a process that was stopped
         where = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
         receiver = start(Receiver, SharedMemoryTransport(where)).result(5.0)
-        with pytest.raises(DeadlineExceeded, match=r"\S+ did not answer"):
+        with pytest.raises(DeadlineExceeded, match=r"did not answer|doesn't answer"):
             start(receiver.receive, weights(0), None, 1.0).result(5.0)
         receiver.close()
