@@ -1,4 +1,4 @@
-"""CPU cores and NUMA nodes: which cores are near a device, and threads that are bound to some. Torch-free.
+"""CPU cores and NUMA nodes: which cores are near a device, threads bound to some, work shared by threads. Torch-free.
 
     usable_cores("auto")       those of the NUMA node of this process's CUDA device; () where that is all of them
     usable_cores((8, 9))       these, once checked
@@ -18,13 +18,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, Literal
 
 from holdfast.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from typing import TypeAlias
 
     Cores: TypeAlias = "Literal['auto', 'any'] | Sequence[int]"
@@ -182,3 +183,47 @@ def _listed(cores: Collection[int]) -> str:
         else:
             runs.append([core, core])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def take_turns(work: Iterable[Callable[[], None]], threads: int) -> None:
+    """Run the jobs of ``work`` on the caller's thread and up to ``threads - 1`` others, fewer if none can be started.
+
+    They don't wait for one another.
+    """
+    jobs = list(work)
+    queue = iter(jobs)  # a list iterator: safe to share
+    errors: list[BaseException] = []
+    ended: list[threading.Event] = []
+
+    def take() -> None:
+        try:
+            for job in queue:
+                if not errors:
+                    job()
+        except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
+            errors.append(error)
+
+    def join_in(end: threading.Event) -> None:
+        take()
+        end.set()
+
+    try:
+        for number in range(1, min(threads, len(jobs))):
+            end = threading.Event()
+            thread = threading.Thread(target=join_in, args=(end,), name=f"holdfast-worker-{number}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                break  # no more threads available, or the interpreter exits: the caller runs more jobs
+            ended.append(end)
+        take()
+        for end in ended:
+            end.wait()
+    finally:  # an interrupt also waits for the jobs that have begun, and starts no other
+        for _ in queue:
+            pass
+        # Not by `Thread.join`: once interrupted it takes the thread for ended (seen with Python 3.11).
+        for end in ended:
+            end.wait()
+    if errors:
+        raise errors[0]

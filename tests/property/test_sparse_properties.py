@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from holdfast import _torch_compat as compat
 from holdfast.dtypes import ITEMSIZE
 from holdfast.errors import CheckpointCorrupt, ConfigError
-from holdfast.sync.weights import sparse
-from holdfast.sync.weights.sparse import BLOCK_UNITS, KINDS, apply, encode, fold, read_head, unit_of
+from holdfast.format import sparse
+from holdfast.format.sparse import BLOCK_UNITS, KINDS, apply, encode, fold, read_head, unit_of
 
 SPECIAL = np.array(  # 0, -0, the least, infinities and NaNs with payloads of each float, all ones, its neighbours
     [0x0000, 0x8000, 0x0001, 0x7F80, 0xFF80, 0x7FC0, 0x7FC1, 0xFFFF, 0x7C00, 0xFC01, 0x7FFF, 0x8001, 0x3F80, 0x00FF],

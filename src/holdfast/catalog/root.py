@@ -18,6 +18,7 @@ import string
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar, get_args
 
+from holdfast.cores import take_turns
 from holdfast.errors import CheckpointExists, ConfigError
 from holdfast.format.manifest import (
     MANIFEST_NAME,
@@ -27,7 +28,6 @@ from holdfast.format.manifest import (
 from holdfast.storage.entries import HiddenKind, below, is_occupied, lost_manifest, parse_hidden
 from holdfast.storage.locks import DIRECTORY
 from holdfast.storage.protocol import AnswersRequests
-from holdfast.storage.ranged_reads import take_turns
 from holdfast.validation import NAME_BYTES_MAX, checked_path, is_store, name_fault, unfit
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from holdfast import events
 from holdfast.boxes import Box, whole
+from holdfast.cores import take_turns
 from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, HoldfastError, StorageError
 from holdfast.format.manifest import EXTENT_BYTES, METADATA_NAME
 from holdfast.loader.sources.holdfast import HoldfastSource, telling_apart
@@ -31,7 +32,6 @@ from holdfast.loader.sources.object_store import ObjectSource
 from holdfast.loader.sources.open import PublishedExport, open_source
 from holdfast.storage.local import open_storage
 from holdfast.storage.object_storage import without_attempt
-from holdfast.storage.ranged_reads import take_turns
 from holdfast.validation import is_store
 
 if TYPE_CHECKING:

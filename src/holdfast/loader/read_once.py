@@ -35,6 +35,7 @@ from holdfast.coordination.failure import RankFailure
 from holdfast.coordination.links import GlooLinks, is_gloo_available, prefix_store
 from holdfast.coordination.round import Round, pack, unpack
 from holdfast.coordination.store import BoardLost, board_lost_told, clone_store
+from holdfast.cores import take_turns
 from holdfast.errors import HoldfastError
 from holdfast.format.decoding import prepare_decoding
 from holdfast.format.sealed import xxh3_128
@@ -42,7 +43,6 @@ from holdfast.loader.shared_reads import RankUnit
 from holdfast.loader.sources.holdfast import HoldfastSource
 from holdfast.plan.sharing import ExtentRun, bounds, deltas, plan_sharing
 from holdfast.storage.files import is_on_network
-from holdfast.storage.ranged_reads import take_turns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

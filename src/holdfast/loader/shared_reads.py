@@ -29,10 +29,11 @@ import torch
 
 from holdfast import _torch_compat as compat
 from holdfast.coordination.links import LinkLost, PeerLate
+from holdfast.cores import take_turns
 from holdfast.errors import CheckpointCorrupt, HoldfastError, StorageError
 from holdfast.format.manifest import EXTENT_BYTES
 from holdfast.plan.sharing import UNIT_EXTENTS_MAX, merged_runs
-from holdfast.storage.ranged_reads import RangedRead, copy_bytes, take_turns
+from holdfast.storage.ranged_reads import RangedRead, copy_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -32,10 +32,9 @@ import numpy as np
 import torch
 
 from holdfast import _torch_compat as compat
-from holdfast.cores import from_cores, memory_cores
+from holdfast.cores import from_cores, memory_cores, take_turns
 from holdfast.errors import StorageError
 from holdfast.format.manifest import PAGE_BYTES
-from holdfast.storage.ranged_reads import take_turns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

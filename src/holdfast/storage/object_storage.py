@@ -30,6 +30,7 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
+from holdfast.cores import take_turns
 from holdfast.errors import CheckpointCorrupt, CheckpointExists, ConfigError, OutcomeUnknown, StorageError
 from holdfast.format.manifest import (
     MANIFEST_HEAD_BYTES,
@@ -48,7 +49,6 @@ from holdfast.storage.locks import DIRECTORY
 from holdfast.storage.object_leases import ObjectLease, has_ended, record_of_process
 from holdfast.storage.object_store import PutInDoubt
 from holdfast.storage.protocol import PublishOutcome, WithdrawOutcome, WriterTarget
-from holdfast.storage.ranged_reads import take_turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import xxhash
 
+from holdfast.cores import take_turns
 from holdfast.errors import CheckpointCorrupt, StorageError
 from holdfast.format.manifest import EXTENT_BYTES, PAGE_BYTES
 from holdfast.storage.files import Descriptors, PageCache, StoredFile, refused
@@ -94,50 +95,6 @@ def cut_at_steps(pieces: Iterable[RangedRead], step: int, size: int) -> Iterator
             take = min(take, len(memory))
             yield RangedRead(start, memory[:take])
             start, memory = start + take, memory[take:]
-
-
-def take_turns(work: Iterable[Callable[[], None]], threads: int) -> None:
-    """Run the jobs of ``work`` on the caller's thread and up to ``threads - 1`` others, fewer if none can be started.
-
-    They don't wait for one another.
-    """
-    jobs = list(work)
-    queue = iter(jobs)  # a list iterator: safe to share
-    errors: list[BaseException] = []
-    ended: list[threading.Event] = []
-
-    def take() -> None:
-        try:
-            for job in queue:
-                if not errors:
-                    job()
-        except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
-            errors.append(error)
-
-    def join_in(end: threading.Event) -> None:
-        take()
-        end.set()
-
-    try:
-        for number in range(1, min(threads, len(jobs))):
-            end = threading.Event()
-            thread = threading.Thread(target=join_in, args=(end,), name=f"holdfast-read-{number}", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:
-                break  # no more threads available, or the interpreter exits: the caller runs more jobs
-            ended.append(end)
-        take()
-        for end in ended:
-            end.wait()
-    finally:  # an interrupt also waits for the jobs that have begun, and starts no other
-        for _ in queue:
-            pass
-        # Not by `Thread.join`: once interrupted it takes the thread for ended (seen with Python 3.11).
-        for end in ended:
-            end.wait()
-    if errors:
-        raise errors[0]
 
 
 PARTS_MAX: Final = 256

@@ -44,6 +44,7 @@ import xxhash
 from holdfast import _torch_compat as compat
 from holdfast.boxes import Box
 from holdfast.coordination.deadline import Deadline
+from holdfast.cores import take_turns
 from holdfast.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
@@ -54,7 +55,6 @@ from holdfast.errors import (
 )
 from holdfast.format.decoding import prepare_decoding
 from holdfast.state.nested import Description, Landing, Memory, take_apart
-from holdfast.storage.ranged_reads import take_turns
 from holdfast.sync.session.links import connect
 from holdfast.sync.session.rendezvous import hosts_here, this_machine
 from holdfast.sync.weights.buckets import BucketPlan, Piece, PieceBox, plan_buckets

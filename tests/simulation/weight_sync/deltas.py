@@ -3,7 +3,7 @@
 Manifests make versions visible and name the members of their chain by attempt; a delta names its base by incarnation,
 version and digest. A receiver leases a chain, reads its members, applies them aside to what it has, if that is a base
 of the chain, verifies the result, and writes what has changed into its live tensors. Encoding, applying and folding
-are Holdfast's own (``weights.sparse``); publishing, retention and receiving are modelled, with one function a decision.
+are Holdfast's own (``format.sparse``); publishing, retention and receiving are modelled, with one function a decision.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import xxhash
 from simulator.scheduler import Current, Hang, Sim
 
 from holdfast.errors import CheckpointCorrupt
-from holdfast.sync.weights import sparse
+from holdfast.format import sparse
 from weight_sync.fabric import step
 from weight_sync.invariants import InvariantBroken
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 import xxhash
 
 from holdfast.boxes import Box
+from holdfast.cores import take_turns
 from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointReplaced, HoldfastError, StorageError
 from holdfast.format.manifest import (
     MANIFEST_HEAD_BYTES,
@@ -53,7 +54,7 @@ from holdfast.plan.read import StoredShard, StoredTensor
 from holdfast.storage.entries import MAX_MANIFEST_BYTES
 from holdfast.storage.files import StoredFile, open_plain, read_at, refused, told_apart, what_became
 from holdfast.storage.object_storage import with_attempt, without_attempt
-from holdfast.storage.ranged_reads import GAP_BYTES_MAX, FileSet, take_turns
+from holdfast.storage.ranged_reads import GAP_BYTES_MAX, FileSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from holdfast.boxes import whole
+from holdfast.cores import take_turns
 from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, HoldfastError
 from holdfast.format.manifest import MANIFEST_NAME
 from holdfast.format.safetensors import (
@@ -37,7 +38,6 @@ from holdfast.loader.sources.holdfast import HoldfastSource, Place, StoredObject
 from holdfast.loader.sources.places import DirectoryFiles
 from holdfast.plan.read import StoredShard, StoredTensor
 from holdfast.storage.files import StoredFile
-from holdfast.storage.ranged_reads import take_turns
 from holdfast.validation import is_store
 
 if TYPE_CHECKING:

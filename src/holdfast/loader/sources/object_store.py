@@ -22,6 +22,7 @@ from functools import cached_property, partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final, NoReturn
 
+from holdfast.cores import take_turns
 from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointReplaced, ConfigError, StorageError
 from holdfast.format.manifest import EXTENT_BYTES, MANIFEST_HEAD_BYTES, MANIFEST_NAME, attempt_in, void_in
 from holdfast.loader.sources.holdfast import HoldfastSource, committed_manifest
@@ -33,7 +34,6 @@ from holdfast.storage.ranged_reads import (
     FileSet,
     copy_bytes,
     cut_for_jobs,
-    take_turns,
 )
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ from holdfast.catalog.root import (
     may_be_published,
     step_of,
 )
+from holdfast.cores import take_turns
 from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, HoldfastError, StorageError
 from holdfast.format.manifest import MANIFEST_NAME, METADATA_NAME, report_name
 from holdfast.format.safetensors import INDEX_NAME, WEIGHTS_NAME
@@ -33,7 +34,6 @@ from holdfast.loader.sources.object_store import REQUESTS_AT_A_TIME, ObjectPlace
 from holdfast.storage.entries import attempt_of, lost_manifest, no_manifest, parse_hidden
 from holdfast.storage.local import open_storage
 from holdfast.storage.object_storage import ObjectStorage
-from holdfast.storage.ranged_reads import take_turns
 from holdfast.validation import is_store, located
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@
     read            on a worker: the records of a packed version, whose base is the version that the worker has
 
 A version is named by a digest of all its tensors' contents. A packed delta names the digest of its base and of its
-result, and every record in it the digests of its own tensor before and after (``weights.sparse``).
+result, and every record in it the digests of its own tensor before and after (``format.sparse``).
 
 Guarantees: `read` raises unless every record fits the base that the worker says it has, and together they make the
 result: so a delta is never applied to another base. All ranks agree whether a version is whole or a delta. A version is
@@ -26,9 +26,9 @@ import xxhash
 
 from holdfast import _torch_compat as compat
 from holdfast.errors import CheckpointCorrupt, ConfigError, StateMismatch
+from holdfast.format import sparse
 from holdfast.state.entries import known_dtype, torch_dtype
 from holdfast.sync.adapters.host_share import HostShare
-from holdfast.sync.weights import sparse
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

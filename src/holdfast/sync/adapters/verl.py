@@ -39,6 +39,7 @@ import torch
 
 from holdfast import _torch_compat as compat
 from holdfast.errors import ConfigError, StateMismatch
+from holdfast.format import sparse
 from holdfast.sync.adapters.by_name import require, transport_of
 from holdfast.sync.adapters.deltas import (
     DeltaSender,
@@ -54,7 +55,6 @@ from holdfast.sync.adapters.prefetch import Prefetch
 from holdfast.sync.adapters.verl_flush import flushes_of
 from holdfast.sync.publisher import Publisher, checked_flag
 from holdfast.sync.receiver import Receiver
-from holdfast.sync.weights import sparse
 from holdfast.validation import checked_seconds
 
 if TYPE_CHECKING:

@@ -41,6 +41,7 @@ from holdfast.coordination.board import BoardLost
 from holdfast.coordination.deadline import Deadline
 from holdfast.coordination.failure import RankFailure
 from holdfast.coordination.round import Round
+from holdfast.cores import take_turns
 from holdfast.engine.checksums import Sums, WritePlan, compile_plan, hash_unit
 from holdfast.engine.messages import AddPlan
 from holdfast.errors import (
@@ -73,7 +74,6 @@ from holdfast.saver.delivery import plan_attempt
 from holdfast.storage.entries import attempt_of, published_attempt
 from holdfast.storage.object_storage import ObjectStorage, with_attempt
 from holdfast.storage.object_store import AGAIN, LAST_PAUSE_S
-from holdfast.storage.ranged_reads import take_turns
 from holdfast.sync.transports.stored import START_S, DirectoryReceiving, SavingSession, VersionPublishing, at_least
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ import torch
 import xxhash
 
 from holdfast import _torch_compat as compat
-from holdfast.cores import usable_cores
+from holdfast.cores import take_turns, usable_cores
 from holdfast.errors import CheckpointCorrupt, StorageError
 from holdfast.format.decoding import prepare_decoding
 from holdfast.format.manifest import EXTENT_BYTES, PAGE_BYTES
@@ -37,7 +37,6 @@ from holdfast.plan.write import round_up
 from holdfast.staging.copier import ByteMemory, CopyList, lies_as_it_is
 from holdfast.staging.image import Image, tensor_over
 from holdfast.state.entries import torch_dtype
-from holdfast.storage.ranged_reads import take_turns
 from holdfast.sync.weights.buckets import BUCKET_ALIGN_BYTES, Piece, itemsize_of
 
 if TYPE_CHECKING:

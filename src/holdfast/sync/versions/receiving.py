@@ -29,6 +29,7 @@ from holdfast import events
 from holdfast.boxes import intersect
 from holdfast.coordination.deadline import Deadline
 from holdfast.coordination.store import BoardLost
+from holdfast.cores import take_turns
 from holdfast.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
@@ -41,7 +42,6 @@ from holdfast.errors import (
 )
 from holdfast.state.entries import torch_dtype
 from holdfast.state.structure import part_of
-from holdfast.storage.ranged_reads import take_turns
 from holdfast.sync.session.fetcher import infos_of, parts_of
 from holdfast.sync.session.futures import CloseSignal
 from holdfast.sync.session.links import Ended, EventLoop, Link

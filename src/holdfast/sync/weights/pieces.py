@@ -29,6 +29,7 @@ from torch.autograd.graph import increment_version
 
 from holdfast import _torch_compat as compat
 from holdfast.boxes import Box, intersect
+from holdfast.cores import take_turns
 from holdfast.errors import ConfigError, StateMismatch
 from holdfast.format.structure import PER_RANK, SOURCE_MARK, digest_of, encode_structure, source_name
 from holdfast.plan.write import plan_rank
@@ -47,7 +48,6 @@ from holdfast.state.entries import (
 )
 from holdfast.state.shards import is_sharded, parts_of
 from holdfast.state.structure import LayoutTable, part_of, structure_of
-from holdfast.storage.ranged_reads import take_turns
 from holdfast.sync.weights.buckets import Piece, Wanted
 
 if TYPE_CHECKING:

@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 import numpy as np
 import xxhash
 
+from holdfast.cores import take_turns
 from holdfast.dtypes import ITEMSIZE
 from holdfast.errors import CheckpointCorrupt, ConfigError
-from holdfast.storage.ranged_reads import take_turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
