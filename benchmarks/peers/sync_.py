@@ -113,7 +113,7 @@ class Versions(Syncing):
         self._version = 0
         if self.rank == 0:
             transport = self.transport(root, process_group=alone)
-            self._publisher = Publisher(transport, delta=self.delta, full_every=FULL_EVERY)
+            self._publisher = Publisher(transport, delta=self.delta, anchor_every=FULL_EVERY)
         else:
             self._receiver = Receiver(self.transport(root))
 

@@ -239,7 +239,13 @@ def only_changes_travel(place: str, bypass: str) -> None:
     publishes, group, mesh = roles(2)
     generator = torch.Generator().manual_seed(7)
     whole = {f"w.{index}": torch.randn(64, 32, generator=generator) for index in range(20)}
-    options = {"bucket_bytes": 1 << 16, "delta": True, "full_every": 4, "bypass_cpu": bypass == "True", "receivers": 2}
+    options = {
+        "bucket_bytes": 1 << 16,
+        "delta": True,
+        "anchor_every": 4,
+        "bypass_cpu": bypass == "True",
+        "receivers": 2,
+    }
     transport = transport_of("slots", Path(place), group)
     nbytes = sum(tensor.nbytes for tensor in whole.values())
 

@@ -487,12 +487,19 @@ class Catalog:
             doomed = set(select_deletions(list(entries.values()), self._keep, step))
             if self._spare is not None and doomed:
                 doomed = self._spare(entries, doomed)
-            for name, entry in entries.items():
-                if entry.step in doomed:
-                    try:
-                        self._delete(name, entry.step, remove)
-                    except (HoldfastError, OSError) as error:
-                        self._complain(name, "can't delete", error)
+            self._delete_all({name: entry for name, entry in entries.items() if entry.step in doomed}, remove)
+
+    def _delete_all(self, doomed: Mapping[str, CheckpointEntry], remove: Callable[[str], None]) -> None:
+        """Delete entries, each after the deltas to it: if this ends in between, none is there without its chain."""
+        needed: set[str] = set()
+        for name, entry in sorted(doomed.items(), key=lambda item: -len(item[1].needs)):
+            try:
+                gone = entry.origin not in needed and self._delete(name, entry.step, remove)
+            except (HoldfastError, OSError) as error:
+                self._complain(name, "can't delete", error)
+                gone = False
+            if not gone:
+                needed.update(entry.needs)
 
     def set_pin(self, step: int, *, pinned: bool) -> None:
         """Pin or unpin ``step``, durably. Raises `CheckpointNotFound` if it is not published."""
@@ -539,15 +546,16 @@ class Catalog:
             self._complained.add(name)
             _log.warning("retention %s %s/%s: %s", what, self._storage.root, name, error)
 
-    def _delete(self, name: str, step: int, remove: Callable[[str], None]) -> None:
-        """Make a checkpoint invisible at once, and have it removed later. Skipped while it is being loaded."""
+    def _delete(self, name: str, step: int, remove: Callable[[str], None]) -> bool:
+        """Make a checkpoint invisible at once, and have it removed later; return False while it is being loaded."""
         trash = self._storage.hide(name)
         if trash is None:
             _log.info("step %d under %s stays for now, it is being loaded", step, self._storage.root)
-            return
+            return False
         events.emit("checkpoint.deleted", step=step, rank=0, path=f"{self._storage.root}/{name}")
         for entry in trash:
             remove(entry)
+        return True
 
 
 def model_stays(step: int, path: str) -> str:
@@ -568,6 +576,7 @@ def _entry_of(step: int, manifest: Manifest, *, alike: bool) -> CheckpointEntry:
         origin=origin_of(manifest),
         course=decode_course(manifest.extra, origin_of(manifest)),
         replaced=str(manifest.extra.get(OVERWROTE, "")),
+        needs=tuple(member.attempt for member in manifest.chain),
     )
 
 

@@ -15,6 +15,7 @@ root that no run ever went back in has one branch, 0, of which nothing is noted.
     best      its metric is among the ``n`` best
     model     it is model-only, and the newest such, or was abandoned by a run that continued from an older step
     always    it is pinned, leased by a reader, just published, the newest, or the newest to resume from
+    chain     one that is kept is a delta to it
 
 Guarantees: the order depends on what is published only, so every reader sees the same; the newest is what the last run
 has published, whatever the numbers of the steps it left behind. The newest *resumable* checkpoint by that order is
@@ -197,6 +198,8 @@ class CheckpointEntry:
     course: Course = field(default_factory=Course)
     replaced: str = ""
     """Attempt that it has replaced, if any."""
+    needs: tuple[str, ...] = ()
+    """Attempts without which it can't be read: the chain of a delta version."""
 
 
 def select_deletions(entries: Sequence[CheckpointEntry], keep: Keep, published: int | None = None) -> list[int]:
@@ -224,7 +227,8 @@ def select_deletions(entries: Sequence[CheckpointEntry], keep: Keep, published: 
         kept.update(_first_of_each_slot(ordered, keep.minutes))
     if keep.best is not None:
         kept.update(_best(ordered, keep.best))
-    return [entry.step for entry in ordered if entry.step not in kept]
+    needed = {attempt for entry in ordered if entry.step in kept for attempt in entry.needs}
+    return [entry.step for entry in ordered if entry.step not in kept and entry.origin not in needed]
 
 
 def _first_of_each_slot(ordered: Sequence[CheckpointEntry], minutes: float) -> list[int]:

@@ -297,6 +297,8 @@ FORMAT: Final = 1
 """Format version of all three files, increased on incompatible changes."""
 EXPORT_FORMAT: Final = 2
 """Format version of exports: readers that only know checkpoints must refuse them."""
+DELTA_FORMAT: Final = 3
+"""Format version of a manifest with a chain: who doesn't know chains would take its records for the state."""
 EXTENT_BYTES = BLOCK_BYTES
 PAGE_BYTES: Final = 4096
 """What O_DIRECT and memory maps want offsets, sizes and memory to be multiples of."""
@@ -317,6 +319,7 @@ _HEAD: Final = re.compile(rb'\{\n  "format": \d+,\n  "name": "(?:[^"\\]|\\.)*",\
 _VOID: Final = re.compile(rb'\{\n  "void": "([0-9a-f]{12})",\n')
 _NON_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _FORMATS: Final = {"checkpoint": FORMAT, "export": EXPORT_FORMAT}
+_KNOWN: Final = (FORMAT, EXPORT_FORMAT, DELTA_FORMAT)
 Kind = Literal["checkpoint", "export"]
 """What was committed: something to resume from or load, or an export, whose files several ranks write parts of."""
 
@@ -416,6 +419,16 @@ class ManifestFile(msgspec.Struct, frozen=True):
     digest: str
 
 
+class ChainMember(msgspec.Struct, frozen=True):
+    """A version that a delta needs, beside it in the same root."""
+
+    name: str
+    step: int
+    attempt: str
+    digest: str
+    """xxh3_128 of its manifest, hexadecimal."""
+
+
 class Manifest(msgspec.Struct, frozen=True):
     format: int
     name: str
@@ -432,6 +445,8 @@ class Manifest(msgspec.Struct, frozen=True):
     files: tuple[ManifestFile, ...]
     extra: dict[str, Any] = {}
     kind: Kind = "checkpoint"
+    chain: tuple[ChainMember, ...] = ()
+    """What this is a delta to: a whole checkpoint (the anchor), and the deltas on the way from it to this one."""
 
 
 class AttemptPlan(msgspec.Struct, frozen=True):
@@ -460,9 +475,9 @@ def is_report_of(name: str, rank: int, attempt: str) -> bool:
     return name == report_name(rank) or name == report_name(rank, attempt)
 
 
-def format_of(kind: Kind) -> int:
-    """The ``format`` of a manifest of this kind."""
-    return _FORMATS[kind]
+def format_of(kind: Kind, chain: Sequence[ChainMember] = ()) -> int:
+    """The ``format`` of a manifest of this kind, or with a chain."""
+    return DELTA_FORMAT if chain else _FORMATS[kind]
 
 
 # manifest ------------------------------------------------------------------------------------------------------
@@ -492,6 +507,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     ]
     if manifest.kind != "checkpoint":
         members.append(("kind", json_text(manifest.kind)))
+    if manifest.chain:
+        members.append(("chain", json_lines(manifest.chain)))
     return seal_json(members)
 
 
@@ -507,7 +524,7 @@ def decode_manifest(data: bytes, *, path: str) -> Manifest:
         document = json.loads(data, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise CheckpointCorrupt(f"{path} isn't a manifest: {error}", path=path) from error
-    require_version(document.get("format"), tuple(_FORMATS.values()), what="manifest", path=path)
+    require_version(document.get("format"), _KNOWN, what="manifest", path=path)
     metrics = document.get("metrics")
     if isinstance(metrics, dict):
         document["metrics"] = {
@@ -546,7 +563,13 @@ def void_in(head: bytes) -> str | None:
 def _check_manifest(manifest: Manifest, check: Check) -> None:
     check.plain_name(manifest.name)
     check.plain_name(manifest.attempt)
-    check.equal("its format", manifest.format, format_of(manifest.kind))
+    check.equal("its format", manifest.format, format_of(manifest.kind, manifest.chain))
+    check.that(not manifest.chain or manifest.kind == "checkpoint", "it is an export, and has a chain")
+    for member in manifest.chain:
+        check.plain_name(member.name)
+        check.plain_name(member.attempt)
+        check.digest(member.digest)
+    check.unique([*(member.name for member in manifest.chain), manifest.name])
     check.that(manifest.world >= 1, f"its world has {manifest.world} ranks")
     for rank, report in enumerate(manifest.reports):
         named = is_report_of(report.name, rank, manifest.attempt)
@@ -603,7 +626,7 @@ def decode_report(data: bytes, *, path: str) -> Report:
         CheckpointCorrupt: foreign, damaged, or its contents don't fit together.
         ConfigError: whole, but written by a version of Holdfast whose format this one doesn't read.
     """
-    version, content = unseal(_REPORT_MAGIC, tuple(_FORMATS.values()), data, what="report", path=path)
+    version, content = unseal(_REPORT_MAGIC, _KNOWN, data, what="report", path=path)
     report = unpack(content, Report, "report", path)
     check = Check("report", path)
     check.plain_name(report.attempt)
@@ -681,7 +704,7 @@ def read_index(report: Report, *, path: str) -> RankIndex:
 
 def encode_attempt_plan(plan: AttemptPlan) -> bytes:
     """The content of ``.plan``: msgpack between a magic number and a digest."""
-    return seal(_PLAN_MAGIC, format_of(plan.manifest.kind), pack(plan))
+    return seal(_PLAN_MAGIC, plan.manifest.format, pack(plan))
 
 
 def decode_attempt_plan(data: bytes, *, path: str) -> AttemptPlan:
@@ -692,7 +715,7 @@ def decode_attempt_plan(data: bytes, *, path: str) -> AttemptPlan:
         ConfigError: whole, but written by a version of Holdfast whose format this one doesn't read.
     """
     what = "plan of an attempt"
-    version, content = unseal(_PLAN_MAGIC, tuple(_FORMATS.values()), data, what=what, path=path)
+    version, content = unseal(_PLAN_MAGIC, _KNOWN, data, what=what, path=path)
     plan = unpack(content, AttemptPlan, what, path)
     check = Check(what, path)
     check.plain_name(plan.name)

@@ -426,6 +426,20 @@ class Record:
             raise self._damaged(f"block {number} has a place {places[-1]}, but {size} units")
         return places
 
+    def change(self, number: int, memory: memoryview) -> None:
+        """Make the version after of the version before in ``memory``, a block's bytes; see `check`.
+
+        Raises as `block`.
+        """
+        if self.rows["where"][number] != _NOTHING:
+            places, values = self.block(number)
+            put(np.frombuffer(memory, f"<u{self.head.unit_bytes}"), places, values, self.head)
+
+    def check(self, number: int, memory: memoryview) -> None:
+        """Raise `CheckpointCorrupt` unless ``memory`` is the block of the version after."""
+        if xxhash.xxh3_64_intdigest(memory) != int(self.rows["result"][number]):
+            raise self.damaged_result(number)
+
     def damaged_result(self, number: int) -> CheckpointCorrupt:
         """Return the error of a block that isn't what it should be after it was applied."""
         return self._damaged(

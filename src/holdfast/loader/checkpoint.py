@@ -26,7 +26,7 @@ from holdfast.boxes import Box, whole
 from holdfast.cores import take_turns
 from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, HoldfastError, StorageError
 from holdfast.format.manifest import EXTENT_BYTES, METADATA_NAME
-from holdfast.loader.sources.holdfast import HoldfastSource, telling_apart
+from holdfast.loader.sources.holdfast import HoldfastSource, members_of, telling_apart
 from holdfast.loader.sources.huggingface import HFSource
 from holdfast.loader.sources.object_store import ObjectSource
 from holdfast.loader.sources.open import PublishedExport, open_source
@@ -92,9 +92,10 @@ def verify_source(source: CheckpointSource, progress: Callable[[int, int], objec
         if progress is not None:
             progress(done, total)
 
-    with source.open_files(verify=True) as files:
-        there = [file for file in known.values() if file.size >= 0]  # one that isn't is in the listing
-        problems.extend(map(problem_of, _check_all(files, there, advance)))
+    there = [file for file in known.values() if file.size >= 0]  # one that isn't is in the listing
+    if there:
+        with source.open_files(verify=True) as files:
+            problems.extend(map(problem_of, _check_all(files, there, advance)))
     warnings = tuple(
         Problem(
             path, None, None, f"{path} was added since the directory was published: it isn't checked, and is no damage"
@@ -279,7 +280,7 @@ class Checkpoint:
 
         Raises `CheckpointNotFound` for an unknown name, `CheckpointCorrupt`, `StorageError`, `CheckpointReplaced`.
         """
-        source = self._source.committed if isinstance(self._source, HFSource) else self._source
+        source = self._source.committed if isinstance(self._source, HFSource) else members_of(self._source)[-1]
         if name not in self.files or not isinstance(source, HoldfastSource):
             known = ", ".join(sorted(self.files)) or "none"
             message = f"{self.path} has no extra file {name!r}; it has {known}"
@@ -308,7 +309,7 @@ class Checkpoint:
                 name: tensor.reshape(shape) for name, tensor, shape in zip(names, read, shapes, strict=True)
             }
             values |= read_objects(source, list(source.objects))
-        mappings = source.mappings if isinstance(source, HoldfastSource) else {}
+        mappings = first.mappings if isinstance(first := members_of(source)[0], HoldfastSource) else {}
         leaves: dict[tuple[PathItem, ...], Any] = {path: Keys(keys) for path, keys in mappings.items()}
         leaves |= {tuple(source.paths.get(name) or (name,)): value for name, value in values.items()}
         try:
@@ -381,6 +382,8 @@ class Checkpoint:
         shard = stored.shards[0]
         if is_store(self.path):
             raise ConfigError(f"{self.path}: {name} can't be mapped: it is on an object store; read it", field="name")
+        if self.manifest is not None and self.manifest.chain:
+            raise ConfigError(f"{self.path}: {name} can't be mapped: it is stored as a delta; read it", field="name")
         if self._source.records is not None or shard.box != whole(stored.shape):
             why = f"it is in {len(stored.shards)} shards" if self._source.checksummed else "Holdfast didn't write it"
             raise ConfigError(f"{self.path}: {name} can't be mapped: {why}; read it", field="name")
@@ -418,6 +421,12 @@ class Checkpoint:
         if isinstance(self._source, HFSource) or (self.manifest is not None and self.manifest.kind == "export"):
             raise ConfigError(
                 f"{self.path} is a Hugging Face directory; stock DCP reads it with its HuggingFaceStorageReader",
+                field="path",
+            )
+        if self.manifest is not None and self.manifest.chain:
+            raise ConfigError(
+                f"{self.path} is a delta to {self.manifest.chain[0].name}, which stock DCP can't read: load this one "
+                "with Holdfast and save it anew, or read an anchor",
                 field="path",
             )
         if not isinstance(self._source, HoldfastSource):

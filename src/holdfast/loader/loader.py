@@ -31,8 +31,9 @@ from holdfast.loader.checkpoint import Checkpoint, object_reads, read_objects
 from holdfast.loader.read import SPAN_BYTES_MAX, ReadTarget, read_boxes, read_into, read_moved
 from holdfast.loader.read_once import ReadOnce, SharingOffer, offer_of
 from holdfast.loader.shared_reads import SharedReads
+from holdfast.loader.sources.chain import ChainSource
 from holdfast.loader.sources.hf_match import fit
-from holdfast.loader.sources.holdfast import CheckpointSource, HoldfastSource, telling_apart
+from holdfast.loader.sources.holdfast import CheckpointSource, HoldfastSource, members_of, telling_apart
 from holdfast.loader.sources.huggingface import HFSource
 from holdfast.loader.sources.open import open_source
 from holdfast.plan.read import Want, plan_reads
@@ -199,9 +200,9 @@ def _open_together(
         source = open_source(choose(), storage=storage)
         with telling_apart(source):
             # Rank 0's is enough: it has its own before anybody else looks, and gives it up when all have loaded.
-            if not is_store(source.directory):
-                leases.enter_context(being_read(source.opened or source.directory))
-            if isinstance(source, HoldfastSource | HFSource):
+            for member in members_of(source) if not is_store(source.directory) else ():
+                leases.enter_context(being_read(member.opened or member.directory))
+            if isinstance(source, HoldfastSource | ChainSource | HFSource):
                 source.raise_for_listing(verify=options.verify)
         attempt = None if source.manifest is None else source.manifest.attempt
         return msgspec.msgpack.encode(_Choice(source.directory, attempt, offer_of(source, group)))
@@ -270,7 +271,7 @@ def _fit(tree: StateTree, source: CheckpointSource, options: LoadOptions, asked:
         strict=options.strict,
         asked=asked,
         selection=Selection(options.include, options.exclude),
-        stored_keys=source.mappings if isinstance(source, HoldfastSource) else None,
+        stored_keys=whole.mappings if isinstance(whole := members_of(source)[0], HoldfastSource) else None,
     )
 
 
@@ -329,7 +330,7 @@ def _are_same(twin: Twins, source: CheckpointSource) -> bool:
     one, other = source.tensors[twin.name], source.tensors[twin.other]
     if one.dtype != other.dtype:
         return False
-    if isinstance(source, HoldfastSource):
+    if isinstance(source, HoldfastSource | ChainSource):
         return source.sums[twin.name] == source.sums[twin.other]
     moved = source.moved if isinstance(source, HFSource) else {}
     return one.shards == other.shards and twin.name not in moved and twin.other not in moved

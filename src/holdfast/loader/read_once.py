@@ -40,7 +40,7 @@ from holdfast.errors import HoldfastError
 from holdfast.format.decoding import prepare_decoding
 from holdfast.format.sealed import xxh3_128
 from holdfast.loader.shared_reads import RankUnit
-from holdfast.loader.sources.holdfast import HoldfastSource
+from holdfast.loader.sources.holdfast import HoldfastSource, members_of
 from holdfast.plan.sharing import ExtentRun, bounds, deltas, plan_sharing
 from holdfast.storage.files import is_on_network
 
@@ -108,6 +108,8 @@ def offer_of(source: CheckpointSource, group: Group) -> SharingOffer | None:
     """Return rank 0's offer to share the reading of ``source``; None where it is known not to pay."""
     asked = os.environ.get(VARIABLE, "")
     if asked == "0" or not 1 < group.world <= WORLD_MAX or group.store is None or source.records is not None:
+        return None
+    if len(members_of(source)) > 1:  # what is read isn't what is used
         return None
     if not is_gloo_available():
         return None

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from holdfast.config import CheckpointConfig
     from holdfast.coordination.group import Group
     from holdfast.engine.client import EngineClient
-    from holdfast.format.manifest import ManifestReport
+    from holdfast.format.manifest import ChainMember, ManifestReport
     from holdfast.plan.write import RankPlan
     from holdfast.saver.capture import Capture, DeliveryPlan, WorkingLease
     from holdfast.saver.delivery import Planned
@@ -72,6 +72,8 @@ class SaveRequest:
     """Contents, or paths, of extra files by name, as they were given; rank 0's count."""
     late_extra: Callable[[], Mapping[str, Any]] = dict
     """Returns more members, once the saves before have ended."""
+    chain: tuple[ChainMember, ...] = ()
+    """What it is a delta to; see `Manifest.chain`."""
 
 
 class CheckpointDelivery(DeliveryJob):
@@ -226,7 +228,7 @@ class Checkpointer(Deliverer[CheckpointDelivery]):
         if isinstance(whole, RankFailure):
             return whole
         prewritten = dict(request.files or {})
-        if whole.metadata is not None:
+        if whole.metadata is not None and not request.chain:  # stock DCP would load records for the state
             prewritten[METADATA_NAME] = whole.metadata
         return plan_attempt(
             request.name,
@@ -237,6 +239,7 @@ class Checkpointer(Deliverer[CheckpointDelivery]):
             resumable=request.resumable,
             extra={**request.extra, **request.late_extra()},
             overwrite=request.overwrite,
+            chain=request.chain,
         )
 
     def _tell_engine(self, capture: Capture) -> None:

@@ -34,6 +34,7 @@ from holdfast.format.manifest import (
     METADATA_NAME,
     PAGE_BYTES,
     AttemptPlan,
+    ChainMember,
     FilePart,
     Manifest,
     ManifestFile,
@@ -573,6 +574,7 @@ def plan_attempt(
     overwrite: bool,
     kind: Kind = "checkpoint",
     versions: Mapping[str, str] | None = None,
+    chain: tuple[ChainMember, ...] = (),
 ) -> tuple[AttemptPlan, dict[str, bytes]]:
     """Return the plan of a new attempt to publish ``name``, with its prewritten files; for the coordinator.
 
@@ -581,7 +583,7 @@ def plan_attempt(
     """
     attempt, world = attempt_id(), len(whole.planned)
     manifest = Manifest(
-        format=format_of(kind),
+        format=format_of(kind, chain),
         name=name,
         attempt=attempt,
         step=step,
@@ -599,6 +601,7 @@ def plan_attempt(
         files=tuple(ManifestFile(file, len(data), xxh3_128(data)) for file, data in prewritten.items()),
         extra=dict(extra),
         kind=kind,
+        chain=chain,
     )
     plan = AttemptPlan(
         attempt=attempt,

@@ -41,8 +41,9 @@ class PublisherOptions:
     keep_versions: int = 2
     atomic_fleet: bool = False
     receivers: int = 1
-    delta: bool = False
-    full_every: int = 16
+    delta: str | None = None
+    anchor_every: int = 10
+    delta_bytes: int | None = None
     max_blocks: int | None = None
     rewind: bool = False
     captures: SharedCaptures | None = None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
@@ -55,9 +56,16 @@ class Publisher:
         keep_versions: number of versions kept in host memory (1 and more), besides pinned ones.
         atomic_fleet: receivers of a version commit it together or not at all.
         receivers: how many must have joined before the first version is sent directly, or to a fleet (1 and more).
-        delta: send only what has changed to a receiver that has an older version. Of no effect where versions lie in
-            blocks of memory (`SharedMemoryTransport`, and `ProcessGroupTransport` in host memory) or in directories.
-        full_every: with ``delta``, one of this many versions is sent to a receiver completely, and verified as a whole.
+        delta: ``"sparse"`` (or True): publish what has changed by element, without loss; ``"steps"``: the same, with
+            changes as steps between the numbers that a dtype has, which zstd (``holdfast[zstd]``, on both sides)
+            makes half as large. In a directory or a bucket such a version is small, needs those before it back to
+            the last whole one, and takes one more copy of this rank's weights in host memory. Of no effect where
+            versions lie in blocks of memory (`SharedMemoryTransport`, and `ProcessGroupTransport` in host memory).
+        full_every: deprecated for ``anchor_every``.
+        anchor_every: with ``delta``, one of this many versions is published whole (1 and more); sooner if tensors or
+            their placements change.
+        delta_bytes: with ``delta``, a version is published whole if it and the deltas before it, of all ranks, took
+            more bytes together; None: half of a whole version.
         max_blocks: blocks of memory at most, each with one version of this rank's bytes, besides pinned ones (more than
             ``keep_versions``; None: two more). A receiver that holds an older version longer than they suffice gets
             `VersionRevoked`. Where versions lie in blocks of memory only.
@@ -84,10 +92,12 @@ class Publisher:
         keep_versions: int = 2,
         atomic_fleet: bool = False,  # noqa: FBT001, FBT002
         receivers: int = 1,
-        delta: bool = False,  # noqa: FBT001, FBT002
-        full_every: int = 16,
+        delta: Literal["sparse", "steps"] | bool | None = None,  # noqa: FBT001
+        full_every: int | None = None,
         manager: CheckpointManager | None = None,
         *,
+        anchor_every: int = 10,
+        delta_bytes: int | None = None,
         max_blocks: int | None = None,
         rewind: bool = False,
         include: str | Iterable[str] | None = None,
@@ -105,8 +115,9 @@ class Publisher:
             keep_versions=_positive("keep_versions", keep_versions),
             atomic_fleet=checked_flag("atomic_fleet", atomic_fleet),
             receivers=_positive("receivers", receivers),
-            delta=checked_flag("delta", delta),
-            full_every=_positive("full_every", full_every),
+            delta=_checked_delta(delta),
+            anchor_every=_positive("anchor_every", _anchor_every(anchor_every, full_every)),
+            delta_bytes=None if delta_bytes is None else _positive("delta_bytes", delta_bytes, most=_BYTES_MAX),
             max_blocks=None if max_blocks is None else _positive("max_blocks", max_blocks),
             rewind=checked_flag("rewind", rewind),
             captures=None if manager is None else _captures_of(manager, bypass_cpu=bypass_cpu),
@@ -320,6 +331,23 @@ def _positive(name: str, value: object, most: int | None = None) -> int:
         bounds = ">= 1" if most is None else f"from 1 to {most}"
         raise ConfigError(f"{name} must be an integer {bounds}, not {value!r}", field=name)
     return value
+
+
+def _checked_delta(delta: object) -> str | None:
+    if delta is None or delta is False:
+        return None
+    if delta is True:
+        return "sparse"
+    if delta in ("sparse", "steps"):
+        return str(delta)
+    raise ConfigError(f"delta must be 'sparse', 'steps' or None, not {delta!r:.80}", field="delta")
+
+
+def _anchor_every(anchor_every: int, full_every: int | None) -> int:
+    if full_every is None:
+        return anchor_every
+    warnings.warn("full_every is now called anchor_every", FutureWarning, stacklevel=3)
+    return full_every
 
 
 def checked_flag(name: str, value: object) -> bool:

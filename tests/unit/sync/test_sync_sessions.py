@@ -410,8 +410,10 @@ def test_deadlines_say_what_was_waited_for(tmp_path: Path) -> None:
         {"keep_versions": True},
         {"receivers": 0},
         {"bypass_cpu": 1},
-        {"full_every": -1},
+        {"anchor_every": -1},
+        {"delta_bytes": 0},
         {"delta": 2},
+        {"delta": "extents"},
     ],
 )
 def test_options_that_cannot_be_are_refused_by_name(tmp_path: Path, options: dict[str, Any]) -> None:

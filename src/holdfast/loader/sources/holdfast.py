@@ -297,6 +297,12 @@ class CheckpointSource(Protocol):
         ...
 
 
+def members_of(source: CheckpointSource) -> tuple[CheckpointSource, ...]:
+    """Return what has to stay while ``source`` is read: of a delta version the anchor and all deltas, else itself."""
+    found: tuple[CheckpointSource, ...] = getattr(source, "members", (source,))
+    return found
+
+
 @contextlib.contextmanager
 def telling_apart(source: CheckpointSource) -> Iterator[None]:
     """Raise `CheckpointReplaced` or `CheckpointNotFound` for damage in what has been taken away while it was read."""
@@ -400,6 +406,10 @@ class HoldfastSource:
 
         take_turns([partial(read, at) for at in range(len(lines))], self.small_reads_at_a_time)
         return [one for one in found if one is not None]
+
+    def report_of(self, rank: int) -> tuple[Report, RankIndex]:
+        """Return the report of one rank; the others aren't read. Raises `CheckpointCorrupt`, `StorageError`."""
+        return self._read_report(self.manifest.reports[rank])
 
     def _read_report(self, line: ManifestReport) -> _Read:
         path = os.path.join(self.directory, line.name)

@@ -140,7 +140,7 @@ def _open_now(directory: str, *, exports: bool) -> CheckpointSource:
     if os.path.lexists(os.path.join(directory, MANIFEST_NAME)):
         source = open_holdfast(directory)
         if source.manifest.kind == "checkpoint" or exports:
-            return source
+            return resolved(source)
         return open_hf(directory) if has_hf_model(directory) else _as_asked(source, exports=False)
     if lost_manifest(open_storage(directory), ""):
         raise no_manifest(os.path.join(directory, MANIFEST_NAME))
@@ -169,6 +169,15 @@ def _open_now(directory: str, *, exports: bool) -> CheckpointSource:
         message = f"{metadata} is no plain file: what stock DCP wrote here was replaced; load another step"
         raise CheckpointCorrupt(message, path=metadata)
     raise _nothing_at(directory, _seen_instead(directory))
+
+
+def resolved(source: HoldfastSource) -> CheckpointSource:
+    """Return ``source``, or if it is a delta version, what that leads to. Raises as `open_chain`."""
+    if not source.manifest.chain:
+        return source
+    from holdfast.loader.sources.chain import open_chain  # imports numpy
+
+    return open_chain(source)
 
 
 def _no_model(source: CheckpointSource) -> ConfigError:
@@ -260,7 +269,7 @@ def _open_on_store(place: ObjectPlace, *, exports: bool) -> CheckpointSource:
 
 def _as_asked(source: HoldfastSource, *, exports: bool) -> CheckpointSource:
     if exports or source.manifest.kind == "checkpoint":
-        return source
+        return resolved(source)
     if not has_committed_model(source):
         raise _no_model(source)
     return open_committed_hf(source)
@@ -314,7 +323,7 @@ def _newest_on_store(place: ObjectPlace, entries: Iterable[str]) -> CheckpointSo
     while (newest := _newest_readable(place.storage, rows)) is not None:
         found = sources[newest.name]
         if found is not None:
-            return found
+            return resolved(found)
         try:
             return _open_on_store(read[newest.name], exports=False)
         except CheckpointNotFound:  # what has `.metadata` is being deleted

@@ -92,7 +92,7 @@ class LinkedPublishing:
         self._agreement = WeightsAgreement(
             self._group, self._captures, bucket_bytes=options.bucket_bytes, refuses_unfit=not options.bypass_cpu
         )
-        self._history = History(full_every=options.full_every) if options.delta else None
+        self._history = History(full_every=options.anchor_every) if options.delta else None
         self._history_lock = threading.Lock()
         self._offered: set[int] = set()
         if self._captures is not None:

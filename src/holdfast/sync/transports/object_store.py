@@ -67,6 +67,7 @@ from holdfast.format.safetensors import INDEX_NAME, WEIGHTS_NAME
 from holdfast.format.sealed import xxh3_128
 from holdfast.loader.sources.huggingface import open_committed_hf
 from holdfast.loader.sources.object_store import open_object
+from holdfast.loader.sources.open import resolved
 from holdfast.saver.agreement import METADATA_ROWS_MAX, Whole
 from holdfast.saver.capture import AwaitedDelivery
 from holdfast.saver.checkpointer import write_plan
@@ -79,8 +80,8 @@ from holdfast.sync.transports.stored import START_S, DirectoryReceiving, SavingS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from holdfast.format.manifest import AttemptPlan
-    from holdfast.loader.sources.holdfast import CheckpointSource
+    from holdfast.format.manifest import AttemptPlan, ChainMember
+    from holdfast.loader.sources.holdfast import CheckpointSource, HoldfastSource
     from holdfast.loader.sources.object_store import ObjectSource
     from holdfast.saver.capture import Capture, DeliveryPlan
     from holdfast.storage.object_client import ObjectClient
@@ -172,7 +173,7 @@ class ObjectReceiving(DirectoryReceiving):
         source = open_object(self._objects, name)
         self._attempt = source.manifest.attempt
         if source.manifest.kind == "checkpoint":
-            return source
+            return resolved(source)
         if source.has_file(WEIGHTS_NAME) or source.has_file(INDEX_NAME):
             return open_committed_hf(source)
         raise ConfigError(
@@ -310,7 +311,7 @@ class ObjectPublishing(VersionPublishing):
     ) -> None:
         self._objects = ObjectStorage(store)
         keeper = Catalog(self._objects, name_template, Keep(last=options.keep_versions), alike=True)
-        super().__init__(self._objects, keeper, name_template, prefix, process_group)
+        super().__init__(self._objects, keeper, name_template, prefix, process_group, options)
         self._upload = Upload(self._objects)
         self._attempt = ""
         self._publication: Publication | None = None
@@ -376,7 +377,9 @@ class ObjectPublishing(VersionPublishing):
         """Put the ``.metadata`` for stock DCP after the commit, since it is made from the committed reports."""
         source = open_object(self._objects, name)
         manifest = source.manifest
-        if manifest.kind != "checkpoint" or manifest.reports[0].name != report_name(0, manifest.attempt):
+        if manifest.kind != "checkpoint" or manifest.chain:
+            return
+        if manifest.reports[0].name != report_name(0, manifest.attempt):
             return  # a copy of something that has its own, or none
         if sum(len(tensor.shards) for tensor in source.tensors.values()) <= METADATA_ROWS_MAX:
             data = source.render_dcp_metadata()
@@ -391,7 +394,15 @@ class ObjectPublishing(VersionPublishing):
             if self._is_published(name):  # a listing may lag behind
                 self._refuse_old(version, (version,))
 
-    def _save(self, session: SavingSession, version: int, name: str, deadline: Deadline, extra: dict[str, Any]) -> int:
+    def _save(
+        self,
+        session: SavingSession,
+        version: int,
+        name: str,
+        deadline: Deadline,
+        extra: dict[str, Any],
+        chain: tuple[ChainMember, ...],
+    ) -> int:
         self._objects.until(deadline.ends_s)
         self._attempt, self._publication = "", None
         group = session.group
@@ -401,7 +412,7 @@ class ObjectPublishing(VersionPublishing):
             nonlocal plan
             whole = Whole(((),) * group.world, None)
             plan, _ = plan_attempt(
-                name, whole, {}, step=version, metrics={}, resumable=False, extra=extra, overwrite=False
+                name, whole, {}, step=version, metrics={}, resumable=False, extra=extra, overwrite=False, chain=chain
             )
             self._objects.begin(name, plan.attempt, recoverable=False)
             self._publication = Publication(self._objects, name, plan.attempt, step=version)
@@ -430,6 +441,10 @@ class ObjectPublishing(VersionPublishing):
             return line.nbytes
         finally:
             delivery.release()
+
+    def _open_own(self, name: str) -> HoldfastSource:
+        self._objects.until(time.monotonic() + LOOK_S)
+        return open_object(self._objects, name)
 
     def _staged(self, session: SavingSession, delivery: VersionDelivery, version: int, deadline: Deadline) -> Capture:
         session.saver.start(session.weights, [delivery], step=version)

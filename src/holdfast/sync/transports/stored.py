@@ -24,7 +24,7 @@ import base64
 import contextlib
 import logging
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 import torch.distributed as dist
@@ -46,8 +46,9 @@ from holdfast.errors import (
     StateMismatch,
 )
 from holdfast.loader.loader import fill_tensors
+from holdfast.loader.sources.chain import ChainSource
 from holdfast.loader.sources.hf_match import fit
-from holdfast.loader.sources.holdfast import HoldfastSource
+from holdfast.loader.sources.holdfast import HoldfastSource, open_holdfast
 from holdfast.loader.sources.huggingface import HFSource
 from holdfast.loader.sources.open import open_source
 from holdfast.saver.checkpointer import SaveRequest
@@ -62,6 +63,7 @@ from holdfast.storage.entries import is_occupied, published_attempt
 from holdfast.storage.local import open_storage
 from holdfast.sync.protocol import Published, TensorInfo
 from holdfast.sync.session.futures import CloseSignal
+from holdfast.sync.transports.deltas import DeltaSeries, delta_tensors
 from holdfast.sync.watcher import Sighting, Watcher
 from holdfast.sync.weights.apply import FetchedMemory
 from holdfast.sync.weights.pieces import entries_of
@@ -73,7 +75,7 @@ if TYPE_CHECKING:
     import torch
 
     from holdfast.coordination.group import Group
-    from holdfast.format.manifest import Manifest
+    from holdfast.format.manifest import ChainMember, Manifest
     from holdfast.loader.sources.holdfast import CheckpointSource
     from holdfast.state.entries import TensorEntry
     from holdfast.storage.protocol import Storage, StorageLock
@@ -270,7 +272,7 @@ class DirectoryReceiving:
 
     def _opened(self, name: str, version: int) -> CheckpointSource:
         source, directory = self._open(name), self._storage.path(name)
-        if isinstance(source, HoldfastSource | HFSource):
+        if isinstance(source, HoldfastSource | ChainSource | HFSource):
             source.raise_for_listing(verify=True)
         if source.step not in (None, version):
             raise CheckpointCorrupt(
@@ -312,7 +314,7 @@ def _infos(source: CheckpointSource, stored: dict[str, str]) -> dict[str, Tensor
     first: dict[object, str] = {}
     for name, at in stored.items():
         tensor = source.tensors[at]
-        key = source.sums[at] if isinstance(source, HoldfastSource) else name
+        key = source.sums[at] if isinstance(source, HoldfastSource | ChainSource) else name
         same = first.setdefault((tensor.shape, tensor.dtype, key), name)
         found[name] = TensorInfo(tensor.shape, tensor.dtype, "" if same == name else same)
     return found
@@ -402,9 +404,9 @@ class Weights:
         self._tensors: list[torch.Tensor] = []
         self._collected = self._of((), number=0)
 
-    def take(self, weights: PublishedWeights) -> None:
-        """Set the weights. Raises `ConfigError` for what can't be stored."""
-        entries = entries_of(weights, self._above, lazy=True)
+    def take(self, weights: PublishedWeights, above: tuple[str, ...] | None = None) -> None:
+        """Set what is saved. above: the keys before its names, if not the prefix. Raises `ConfigError`."""
+        entries = entries_of(weights, self._above if above is None else above, lazy=True)
         looks = [(entry.name, entry.place, entry.stored_as) for entry in entries]
         tensors = [entry.tensor for entry in entries]
         if looks == self._looks and same_objects(tensors, self._tensors):
@@ -435,6 +437,13 @@ class Weights:
         return frozenset(id(entry.tensor) for entry in collected.tensors)
 
 
+class _Delta(NamedTuple):
+    """This rank's part of a delta version, and the bytes of all ranks'."""
+
+    own: bytes
+    nbytes: int
+
+
 class SavingSession(Session):
     """The session that saves run in; a new one is opened after a failure."""
 
@@ -448,12 +457,21 @@ class VersionPublishing:
     """
 
     def __init__(
-        self, storage: Storage, keeper: Catalog, name_template: str, prefix: str | None, process_group: Any | None
+        self,
+        storage: Storage,
+        keeper: Catalog,
+        name_template: str,
+        prefix: str | None,
+        process_group: Any | None,
+        options: PublisherOptions,
     ) -> None:
         self._saves_to = storage
         self._template = name_template
         self._prefix = prefix
         self._process_group = process_group
+        self._options = options
+        self._series: DeltaSeries | None = None
+        """Of the session; None without deltas."""
         self._keeper = keeper
         self._session: SavingSession | None = None
         self._closed = False
@@ -477,11 +495,23 @@ class VersionPublishing:
         """On rank 0: `ConfigError` if ``version`` can't be published as ``name``."""
         raise NotImplementedError
 
-    def _save(self, session: SavingSession, version: int, name: str, deadline: Deadline, extra: dict[str, Any]) -> int:
+    def _save(
+        self,
+        session: SavingSession,
+        version: int,
+        name: str,
+        deadline: Deadline,
+        extra: dict[str, Any],
+        chain: tuple[ChainMember, ...],
+    ) -> int:
         """Save ``session.weights``; return the bytes that this rank wrote. Any error fails the save on all ranks.
 
-        extra: further members of the manifest, on rank 0.
+        extra, chain: of the manifest, on rank 0.
         """
+        raise NotImplementedError
+
+    def _open_own(self, name: str) -> HoldfastSource:
+        """Open what was just published as ``name``."""
         raise NotImplementedError
 
     def _look_again(self) -> None:
@@ -521,9 +551,18 @@ class VersionPublishing:
         except Exception as failed:  # noqa: BLE001 - raised by `settle`, once the other ranks know
             error = failed
         self._settle(session, error, name, deadline, empty=not tensors)
-        nbytes = 0
         try:
-            nbytes = self._save(session, version, name, deadline, encoded_meta(meta))
+            delta = self._delta_for(tensors, deadline)
+        except BaseException:
+            self._drop()
+            raise
+        nbytes = 0
+        chain: tuple[ChainMember, ...] = ()
+        try:
+            if delta is not None and self._series is not None:
+                chain = self._series.chain
+                session.weights.take(delta_tensors(delta.own, session.group.rank), above=())
+            nbytes = self._save(session, version, name, deadline, encoded_meta(meta), chain)
         except Exception as failed:  # noqa: BLE001 - raised by `_conclude`, once the other ranks know
             error = failed
         try:
@@ -531,9 +570,38 @@ class VersionPublishing:
         except BaseException:
             self._drop()
             raise
+        self._note(name, tensors, delta)
         seconds = time.monotonic() - began
         events.emit("version.published", step=version, rank=session.group.rank, path=self._saves_to.path(name))
         return Published(version, 0, 0, nbytes, seconds)
+
+    def _delta_for(self, tensors: PublishedWeights, deadline: Deadline) -> _Delta | None:
+        """Return this rank's part if all ranks publish a delta."""
+        series = self._series
+        if series is None:
+            return None
+        own: bytes | None = None
+        try:
+            own = series.encode(tensors)
+        except (HoldfastError, MemoryError) as error:  # the other ranks wait for this one's share
+            _log.warning("%s: this version will be whole: %s", self._saves_to.root, error)
+        agreed = series.agree(own, timeout_s=at_least(deadline.left_s()))
+        return _Delta(own, agreed.nbytes) if agreed.delta and own is not None else None
+
+    def _note(self, name: str, tensors: PublishedWeights, delta: _Delta | None) -> None:
+        """Remember what was published, for the next delta."""
+        series = self._series
+        if series is None:
+            return
+        try:
+            source = self._open_own(name)
+            if delta is None:
+                series.begin(source, tensors)
+            else:
+                series.advance(source, tensors, delta.nbytes)
+        except HoldfastError as error:
+            _log.warning("%s: the next version will be whole: %s", self._saves_to.path(name), error)
+            series.forget()
 
     def pin(self, version: int) -> None:
         """Keep ``version``, also for later publishers; durable when this returns on rank 0."""
@@ -584,6 +652,9 @@ class VersionPublishing:
             raise
         session.weights = Weights(self._prefix, session.group)
         self._session = session
+        if self._options.delta is not None:
+            self._series = DeltaSeries(self._options, self._prefix, session.group)
+            session.hold(self._series.leave)
         return session
 
     def _settle(
@@ -648,7 +719,7 @@ class DirectoryPublishing(VersionPublishing):
     ) -> None:
         self._storage = open_storage(root)
         keeper = Catalog(self._storage, name_template, Keep(last=options.keep_versions), alike=True)
-        super().__init__(self._storage, keeper, name_template, prefix, process_group)
+        super().__init__(self._storage, keeper, name_template, prefix, process_group, options)
         self._lock: StorageLock | None = None
         self._begin(Deadline.after(START_S))
 
@@ -678,10 +749,18 @@ class DirectoryPublishing(VersionPublishing):
                 field="version",
             )
 
-    def _save(self, session: SavingSession, version: int, name: str, deadline: Deadline, extra: dict[str, Any]) -> int:
+    def _save(
+        self,
+        session: SavingSession,
+        version: int,
+        name: str,
+        deadline: Deadline,
+        extra: dict[str, Any],
+        chain: tuple[ChainMember, ...],
+    ) -> int:
         """Save and wait; return the bytes that this rank wrote."""
         # Not resumable: these are only weights.
-        request = SaveRequest(version, name, {}, resumable=False, overwrite=False, extra=extra)
+        request = SaveRequest(version, name, {}, resumable=False, overwrite=False, extra=extra, chain=chain)
         checkpoint = session.saver.checkpoint(request, published=self._after)
         session.saver.start(session.weights, [checkpoint], step=version)
         handle = checkpoint.handle
@@ -693,6 +772,9 @@ class DirectoryPublishing(VersionPublishing):
                 f"it was {handle.stage} and is given up: look at the storage and the other ranks, or allow more time",
             ) from None
         return handle.stats.bytes
+
+    def _open_own(self, name: str) -> HoldfastSource:
+        return open_holdfast(self._storage.path(name))
 
     def _after(self, request: SaveRequest) -> None:
         """Apply retention before the publish returns: nobody then finds a version that is about to be deleted."""

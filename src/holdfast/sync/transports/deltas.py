@@ -1,0 +1,242 @@
+"""Deltas of versions in a directory or a bucket: one publisher rank's memory of the last version, and what differs.
+
+    anchor published -> `begin`: the shards that this rank has stored of it, and a copy of their bytes
+    next version     -> `encode`: what differs, by element -> `agree`: all ranks write deltas, or all an anchor
+    delta published  -> `advance`: the copy is the new version
+
+Guarantees: all ranks decide alike: an anchor if one is due, if the tensors or how they lie have changed on any rank,
+or if the deltas since the anchor would take more than ``delta_bytes`` together. What is based on what is never
+guessed: after any failure the next version is an anchor.
+Assumes: calls on one thread, the same on all ranks; weights don't change between `encode` and `advance`.
+Does not: save. Keeps a copy of what this rank stores of a version, in host memory.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from holdfast import _torch_compat as compat
+from holdfast.boxes import Box, contains
+from holdfast.coordination.failure import RankFailure
+from holdfast.coordination.round import Rounds
+from holdfast.cores import take_turns
+from holdfast.errors import CheckpointCorrupt
+from holdfast.format import sparse
+from holdfast.format.decoding import prepare_decoding
+from holdfast.format.delta import delta_name, encode_delta
+from holdfast.format.manifest import MANIFEST_NAME, ChainMember
+from holdfast.format.sealed import xxh3_128
+from holdfast.staging.copier import lies_as_it_is
+from holdfast.state.entries import Described, joined, torch_dtype
+from holdfast.state.structure import LayoutTable, part_of
+from holdfast.storage.entries import MAX_MANIFEST_BYTES
+from holdfast.sync.weights.pieces import entries_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy.typing as npt
+
+    from holdfast.coordination.group import Group
+    from holdfast.format.delta import ShardKey
+    from holdfast.loader.sources.holdfast import HoldfastSource
+    from holdfast.state.entries import TensorEntry
+    from holdfast.sync.protocol import PublisherOptions
+    from holdfast.sync.weights.pieces import Weights
+
+THREADS_MAX: Final = 8
+_WHOLE: Final = 0.5
+"""Share of a version that its deltas may take together, unless ``delta_bytes`` says how much."""
+
+
+class _DeltaShare(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's part in the decision: bytes of its delta, None if it has none, and of what it stores."""
+
+    delta: int | None
+    whole: int
+
+
+_DELTA_SHARE: Final = msgspec.msgpack.Decoder(_DeltaShare)
+
+
+class Agreed(NamedTuple):
+    """The decision of all ranks: write deltas, of so many bytes in all."""
+
+    delta: bool
+    nbytes: int
+
+
+class _Stored:
+    """A shard that this rank stores, as the last version had it."""
+
+    __slots__ = ("bytes", "dtype", "hashes", "key")
+
+    def __init__(self, key: ShardKey, dtype: str, memory: npt.NDArray[np.uint8]) -> None:
+        self.key = key
+        self.dtype = dtype
+        self.bytes = memory
+        self.hashes = sparse.block_hashes(memory, dtype)
+
+
+class DeltaSeries:
+    """One rank's part in an anchor and the deltas to it."""
+
+    def __init__(self, options: PublisherOptions, prefix: str | None, group: Group) -> None:
+        assert options.delta is not None
+        self._kind: sparse.Kind = "steps" if options.delta == "steps" else "values"
+        self._anchor_every = options.anchor_every
+        self._delta_bytes = options.delta_bytes
+        self._above = () if prefix is None else (prefix,)
+        self._group = group
+        self._rounds = Rounds(group.board, "delta")
+        self._threads = min(THREADS_MAX, len(os.sched_getaffinity(0)))
+        self._described: Described | None = None
+        self._stored: list[_Stored] = []
+        self._next: list[npt.NDArray[np.uint64]] = []
+        self._used = 0
+        self.chain: tuple[ChainMember, ...] = ()
+        """What the next delta is to; on rank 0."""
+        self._count = 0
+        """Members of the chain."""
+
+    def forget(self) -> None:
+        """Write an anchor next."""
+        self._described, self._stored, self._next = None, [], []
+        self.chain, self._count, self._used = (), 0, 0
+
+    def leave(self) -> None:
+        """Take part in no further decision."""
+        self._rounds.leave()
+
+    def encode(self, weights: Weights) -> bytes | None:
+        """Return this rank's part of a delta to the last version; None if it must be an anchor."""
+        if not 0 < self._count < self._anchor_every or (self._group.rank == 0 and not self.chain):
+            return None
+        entries = entries_of(weights, self._above)
+        if self._described != Described.of(entries):
+            return None
+        tensors = dict(self._memory(entries))
+        encoded: list[sparse.Encoded] = []
+        for stored in self._stored:
+            memory = _bytes_of(tensors[stored.key[0]], stored)
+            if memory is None:
+                return None
+            encoded.append(
+                sparse.encode(
+                    stored.bytes,
+                    memory,
+                    stored.dtype,
+                    kind=self._kind,
+                    base_hashes=stored.hashes,
+                    threads=self._threads,
+                )
+            )
+        self._next = [one.hashes for one in encoded]
+        pairs = zip(self._stored, encoded, strict=True)
+        return encode_delta(
+            (stored.key, one.record) for stored, one in pairs if not np.array_equal(one.hashes, stored.hashes)
+        )
+
+    def agree(self, delta: bytes | None, *, timeout_s: float) -> Agreed:
+        """Decide with all ranks what to write. delta: this rank's, None if it can't. Raises `HoldfastError`."""
+        whole = sum(len(stored.bytes) for stored in self._stored)
+        round_ = self._rounds.next()
+        round_.say(msgspec.msgpack.encode(_DeltaShare(None if delta is None else len(delta), whole)))
+        found = round_.wait(self._decide, timeout_s=timeout_s)
+        if isinstance(found, RankFailure):
+            raise found.cause()
+        return Agreed(*msgspec.msgpack.decode(found, type=tuple[bool, int]))
+
+    def _decide(self, words: list[bytes]) -> bytes:
+        shares = list(map(_DELTA_SHARE.decode, words))
+        limit = self._delta_bytes
+        if limit is None:
+            limit = int(_WHOLE * sum(share.whole for share in shares))
+        nbytes = sum(share.delta or 0 for share in shares)
+        is_delta = all(share.delta is not None for share in shares) and self._used + nbytes <= limit
+        return msgspec.msgpack.encode((is_delta, nbytes))
+
+    def begin(self, source: HoldfastSource, weights: Weights) -> None:
+        """Note an anchor that was just published; ``source`` is that. Raises `HoldfastError`: then `forget`."""
+        self.forget()
+        entries = entries_of(weights, self._above)
+        _, index = source.report_of(self._group.rank)
+        tensors = dict(self._memory(entries))
+        for row in index.tensors:
+            key = row.name, Box(row.offsets, row.sizes)
+            memory = np.empty(row.nbytes, np.uint8)
+            stored = _Stored(key, row.dtype, memory)
+            found = _bytes_of(tensors.get(row.name, []), stored)
+            if found is None:
+                raise CheckpointCorrupt(
+                    f"{source.directory}: rank {self._group.rank} has stored {row.name!r} {key[1]}, which it doesn't "
+                    "have",
+                    path=source.directory,
+                    tensor=row.name,
+                )
+            np.copyto(memory, found)
+            stored.hashes = sparse.block_hashes(memory, row.dtype, threads=self._threads)
+            self._stored.append(stored)
+        self._described = Described.of(entries)
+        self._extend(source)
+
+    def advance(self, source: HoldfastSource, weights: Weights, nbytes: int) -> None:
+        """Note a delta that was just published, of ``nbytes`` on all ranks. Raises `HoldfastError`: then `forget`."""
+        tensors = dict(self._memory(entries_of(weights, self._above)))
+
+        def copy(at: int) -> None:
+            stored = self._stored[at]
+            if not np.array_equal(stored.hashes, self._next[at]):
+                memory = _bytes_of(tensors[stored.key[0]], stored)
+                assert memory is not None, "it was encoded"
+                np.copyto(stored.bytes, memory)
+                stored.hashes = self._next[at]
+
+        take_turns([lambda at=at: copy(at) for at in range(len(self._stored))], self._threads)  # type: ignore[misc]
+        self._used += nbytes
+        self._extend(source)
+
+    def _extend(self, source: HoldfastSource) -> None:
+        self._count += 1
+        if self._group.rank == 0:
+            manifest = source.manifest
+            assert manifest.step is not None
+            digest = xxh3_128(source.read_committed(MANIFEST_NAME, MAX_MANIFEST_BYTES))
+            self.chain = (*self.chain, ChainMember(manifest.name, manifest.step, manifest.attempt, digest))
+
+    def _memory(self, entries: tuple[TensorEntry, ...]) -> Iterator[tuple[str, list[tuple[Box, torch.Tensor]]]]:
+        """Yield what this rank holds of each tensor, by its stored name."""
+        layouts, rank = LayoutTable(self._group.ranks), self._group.rank
+        found: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+        for entry in entries:
+            views = layouts.views_of(entry.tensor, entry.name, rank, entry.place)
+            found.setdefault(joined(entry.path), []).extend(views)
+        yield from found.items()
+
+
+def delta_tensors(delta: bytes, rank: int) -> dict[str, torch.Tensor]:
+    """Return what is saved as a rank's part of a delta version."""
+    return {delta_name(rank): torch.frombuffer(bytearray(delta), dtype=torch.uint8)}
+
+
+def _bytes_of(views: list[tuple[Box, torch.Tensor]], stored: _Stored) -> npt.NDArray[np.uint8] | None:
+    """Return the present bytes of a stored shard; where they are if they lie in one piece, else a copy."""
+    box = stored.key[1]
+    for there, view in views:
+        if contains(there, box):
+            part = part_of(view, box, there)
+            dtype = torch_dtype(stored.dtype)
+            if part.dtype != dtype or not lies_as_it_is(part):
+                copied = torch.empty(part.shape, dtype=dtype)
+                compat.copy_(copied, part)
+                part = copied
+            return compat.as_bytes(part).numpy()
+    return np.empty(0, np.uint8) if not len(stored.bytes) else None
+
+
+prepare_decoding(_DeltaShare, tuple[bool, int])
