@@ -200,8 +200,8 @@ def _open_together(
         source = open_source(choose(), storage=storage)
         with telling_apart(source):
             # Rank 0's is enough: it has its own before anybody else looks, and gives it up when all have loaded.
-            for member in members_of(source) if not is_store(source.directory) else ():
-                leases.enter_context(being_read(member.opened or member.directory))
+            if not is_store(source.directory):
+                leases.enter_context(being_read(source.opened or source.directory))
             if isinstance(source, HoldfastSource | ChainSource | HFSource):
                 source.raise_for_listing(verify=options.verify)
         attempt = None if source.manifest is None else source.manifest.attempt

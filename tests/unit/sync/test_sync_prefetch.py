@@ -32,7 +32,7 @@ from holdfast.errors import (
 )
 from holdfast.sync import DirectoryTransport, ProcessGroupTransport, Publisher, Receiver, SharedMemoryTransport
 from holdfast.sync.session.sender import Sender, SendSession
-from holdfast.sync.transports import stored
+from holdfast.sync.transports import stored_receiving as stored
 from holdfast.sync.watcher import Sighting, Watcher
 
 TIMEOUT_S = 60.0

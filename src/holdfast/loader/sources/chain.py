@@ -11,7 +11,7 @@ the hash that its own record has. Members are those of the manifest, by attempt 
 another, is `CheckpointCorrupt` naming it, unless the version itself was deleted. Records of all deltas are held in
 memory while the source lives; of the anchor a few MiB a thread.
 Assumes: members lie beside it, under the names that the manifest has.
-Does not: keep retention away from members (who reads holds a lease on each of `members_of`).
+Does not: keep retention away: a lease on the version does, whose members are never deleted before it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from bisect import bisect_right
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from holdfast import events
 from holdfast.cores import take_turns
 from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, HoldfastError, StorageError
 from holdfast.format.delta import DELTA_PREFIX, decode_delta
@@ -160,7 +161,7 @@ class ChainSource:
 
         Raises `CheckpointCorrupt`, `StorageError`.
         """
-        self._require_deltas(number + 1)
+        self._require_deltas(number)
         found: dict[ShardKey, list[Record]] = {}
         for records in self._deltas[number:]:
             for key, record in records.items() if records is not None else ():
@@ -180,12 +181,12 @@ class ChainSource:
         return [None] * (len(self.members) - 1)
 
     def _require_deltas(self, first: int) -> None:
-        """Read the records of the members from ``first`` on, unless they were."""
+        """Read the records of the deltas from ``first`` on, unless they were."""
 
         def read(at: int) -> None:
             self._deltas[at] = self._read_delta(self.members[at + 1])
 
-        wanted = [at for at in range(first - 1, len(self._deltas)) if self._deltas[at] is None]
+        wanted = [at for at in range(first, len(self._deltas)) if self._deltas[at] is None]
         take_turns([partial(read, at) for at in wanted], _READS_AT_A_TIME)
 
     def _read_delta(self, member: HoldfastSource) -> dict[ShardKey, Record]:
@@ -204,6 +205,7 @@ class ChainSource:
                     if key in found:
                         raise CheckpointCorrupt(f"{path}: {key[0]!r} is in two ranks' deltas", path=path, tensor=key[0])
                     found[key] = Record(record, what=f"the delta of {key[0]!r} in {path}")
+        events.count("bytes_read", files.bytes_read)
         return found
 
     @cached_property

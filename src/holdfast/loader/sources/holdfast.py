@@ -298,7 +298,7 @@ class CheckpointSource(Protocol):
 
 
 def members_of(source: CheckpointSource) -> tuple[CheckpointSource, ...]:
-    """Return what has to stay while ``source`` is read: of a delta version the anchor and all deltas, else itself."""
+    """Return what ``source`` is read from: of a delta version the anchor and all deltas, else itself."""
     found: tuple[CheckpointSource, ...] = getattr(source, "members", (source,))
     return found
 

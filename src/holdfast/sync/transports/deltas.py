@@ -1,8 +1,10 @@
-"""Deltas of versions in a directory or a bucket: one publisher rank's memory of the last version, and what differs.
+"""Deltas of versions in a directory or a bucket: what a publisher rank remembers, and how a receiver goes on from it.
 
     anchor published -> `begin`: the shards that this rank has stored of it, and a copy of their bytes
     next version     -> `encode`: what differs, by element -> `agree`: all ranks write deltas, or all an anchor
     delta published  -> `advance`: the copy is the new version
+
+    receiver         -> `bring_forward`: what it holds of an earlier member of the chain becomes the newer version
 
 Guarantees: all ranks decide alike: an anchor if one is due, if the tensors or how they lie have changed on any rank,
 or if the deltas since the anchor would take more than ``delta_bytes`` together. What is based on what is never
@@ -13,15 +15,18 @@ Does not: save. Keeps a copy of what this rank stores of a version, in host memo
 
 from __future__ import annotations
 
+import logging
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from holdfast import _torch_compat as compat
-from holdfast.boxes import Box, contains
+from holdfast.boxes import Box, contains, intersect
 from holdfast.coordination.failure import RankFailure
 from holdfast.coordination.round import Rounds
 from holdfast.cores import take_turns
@@ -38,16 +43,19 @@ from holdfast.storage.entries import MAX_MANIFEST_BYTES
 from holdfast.sync.weights.pieces import entries_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import numpy.typing as npt
 
     from holdfast.coordination.group import Group
     from holdfast.format.delta import ShardKey
+    from holdfast.loader.sources.chain import ChainSource
     from holdfast.loader.sources.holdfast import HoldfastSource
     from holdfast.state.entries import TensorEntry
-    from holdfast.sync.protocol import PublisherOptions
+    from holdfast.sync.protocol import Destination, PublisherOptions
     from holdfast.sync.weights.pieces import Weights
+
+_log = logging.getLogger("holdfast")
 
 THREADS_MAX: Final = 8
 _WHOLE: Final = 0.5
@@ -237,6 +245,69 @@ def _bytes_of(views: list[tuple[Box, torch.Tensor]], stored: _Stored) -> npt.NDA
                 part = copied
             return compat.as_bytes(part).numpy()
     return np.empty(0, np.uint8) if not len(stored.bytes) else None
+
+
+# Receiving --------------------------------------------------------------------------------------------------------
+
+
+def bring_forward(
+    destination: Destination, source: ChainSource, stored: Mapping[str, str], names: Sequence[str], base: int
+) -> list[str]:
+    """Make ``source`` of what the destination's memory holds of member ``base`` of its chain, reading deltas only.
+
+    stored: the stored name of each of ``names``. Returns the names that have to be read otherwise: those of which this
+    process holds parts of stored shards, or on a device. Each block that changed is verified; where one is not as it
+    was published, all names are returned, and the destination's memory holds no version any more.
+    """
+    records = source.records_from(base)
+    of_tensor: dict[str, list[tuple[Box, list[sparse.Record]]]] = {}
+    for (name, box), some in records.items():
+        of_tensor.setdefault(name, []).append((box, some))
+    layouts, rank = LayoutTable(), dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    jobs: list[Callable[[], None]] = []
+    left: list[str] = []
+    for name in names:
+        changed = of_tensor.get(stored[name], [])
+        if not changed:
+            continue
+        views = list(layouts.views_of(destination.memory(name), name, rank, destination.place(name)))
+        found = [(_lying(views, box), some) for box, some in changed if _meets(views, box)]
+        if any(memory is None for memory, _ in found):
+            left.append(name)
+        else:
+            jobs += [partial(_apply, memory, some) for memory, some in found if memory is not None]
+    try:
+        take_turns(jobs, min(THREADS_MAX, len(os.sched_getaffinity(0))))
+    except CheckpointCorrupt as error:
+        _log.warning("%s is read whole: %s", source.directory, error)
+        destination.forget()
+        return list(names)
+    return left
+
+
+def _meets(views: Sequence[tuple[Box, torch.Tensor]], box: Box) -> bool:
+    return any(intersect(there, box) is not None for there, _ in views)
+
+
+def _lying(views: Sequence[tuple[Box, torch.Tensor]], box: Box) -> memoryview | None:
+    """Return the memory of ``box`` if it is all here, in one piece of host memory."""
+    for there, view in views:
+        if contains(there, box):
+            part = part_of(view, box, there)
+            return compat.host_memory(part) if lies_as_it_is(part) else None
+    return None
+
+
+def _apply(memory: memoryview, records: Sequence[sparse.Record]) -> None:
+    head = records[-1].head
+    size = head.block_units * head.unit_bytes
+    if len(memory) != head.units * head.unit_bytes:
+        raise CheckpointCorrupt(f"{records[-1].what} is for another array", path=records[-1].what)
+    for number in range(head.blocks):
+        block = memory[number * size : (number + 1) * size]
+        for record in records:
+            record.change(number, block)
+        records[-1].check(number, block)
 
 
 prepare_decoding(_DeltaShare, tuple[bool, int])

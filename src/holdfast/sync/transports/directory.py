@@ -21,7 +21,8 @@ from holdfast.errors import ConfigError
 from holdfast.storage.local import open_storage
 from holdfast.storage.object_store import ObjectStore, is_url
 from holdfast.sync.transports.object_store import ObjectPublishing, ObjectReceiving
-from holdfast.sync.transports.stored import DirectoryPublishing, DirectoryReceiving
+from holdfast.sync.transports.stored import DirectoryPublishing
+from holdfast.sync.transports.stored_receiving import DirectoryReceiving
 from holdfast.validation import checked_directory
 
 if TYPE_CHECKING:

@@ -75,7 +75,8 @@ from holdfast.saver.delivery import plan_attempt
 from holdfast.storage.entries import attempt_of, published_attempt
 from holdfast.storage.object_storage import ObjectStorage, with_attempt
 from holdfast.storage.object_store import AGAIN, LAST_PAUSE_S
-from holdfast.sync.transports.stored import START_S, DirectoryReceiving, SavingSession, VersionPublishing, at_least
+from holdfast.sync.transports.stored import START_S, SavingSession, VersionPublishing, at_least
+from holdfast.sync.transports.stored_receiving import DirectoryReceiving
 
 if TYPE_CHECKING:
     from collections.abc import Callable
