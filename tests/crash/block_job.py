@@ -1,4 +1,4 @@
-"""A publisher of versions in blocks, as fast as it can, or a receiver of them; see test_sync_blocks.py.
+"""A publisher of versions, as fast as it can, or a receiver of them; see test_sync_blocks.py, test_sync_delta_kills.py.
 
 What happens is told on standard output, a JSON object a line.
 """
@@ -16,6 +16,7 @@ import torch
 from holdfast.errors import HoldfastError
 from holdfast.sync.publisher import Publisher
 from holdfast.sync.receiver import Receiver
+from holdfast.sync.transports.directory import DirectoryTransport
 from holdfast.sync.transports.process_group import ProcessGroupTransport
 from holdfast.sync.transports.shared_memory import SharedMemoryTransport
 
@@ -39,18 +40,26 @@ def offset(version: int, tensor: int) -> int:
     return ((version * STEP + tensor * 7919 + (1 << 31)) % (1 << 32)) - (1 << 31)
 
 
+def values(kind: str, version: int, tensor: int) -> torch.Tensor:
+    """A tensor of a version: other everywhere than in any other version, or for deltas in every 64th element."""
+    if kind != "deltas":
+        return base() + offset(version, tensor)
+    return base() + (torch.arange(ELEMENTS, dtype=torch.int32) + 7 * tensor + version) // 64
+
+
 def transport_of(kind: str, place: str) -> Any:
+    if kind == "deltas":
+        return DirectoryTransport(place)
     if kind == "network":
         return ProcessGroupTransport(place, "gloo")
     return SharedMemoryTransport(place)
 
 
-def wrong(into: dict[str, torch.Tensor], version: int) -> list[str]:
-    plain = base()
+def wrong(kind: str, into: dict[str, torch.Tensor], version: int) -> list[str]:
     return [
         name
         for index, (name, tensor) in enumerate(into.items())
-        if not torch.equal(tensor, plain + offset(version, index))
+        if not torch.equal(tensor, values(kind, version, index))
     ]
 
 
@@ -61,16 +70,17 @@ def shared_bytes() -> int:
 
 
 def publish(place: str, kind: str, seconds: float, first: int = 1) -> None:
-    plain = base()
-    weights = {f"w{index}": plain.clone() for index in range(TENSORS)}
+    options: dict[str, Any] = {"delta": "sparse", "anchor_every": 4} if kind == "deltas" else {}
+    weights = {f"w{index}": base() for index in range(TENSORS)}
     version, until, slowest = first - 1, time.monotonic() + seconds, 0.0
-    with Publisher(transport_of(kind, place)) as publisher:
+    with Publisher(transport_of(kind, place), **options) as publisher:
         tell(started=True)
+        version = max((version, *publisher.versions))
         said = time.monotonic()
         while time.monotonic() < until:
             version += 1
             for index, tensor in enumerate(weights.values()):
-                torch.add(plain, offset(version, index), out=tensor)
+                tensor.copy_(values(kind, version, index))
             began = time.monotonic()
             publisher.publish(weights, version, timeout=TIMEOUT_S)
             if version > first + 4:
@@ -98,10 +108,10 @@ def receive(place: str, kind: str, seed: int, hold: bool = False) -> None:
                 dirty = receiver.dirty
                 said = type(error).__name__
                 tell(error=said, message=str(error)[:300], dirty=dirty, version=receiver.version, was=before)
-                if not dirty and receiver.version is not None and wrong(into, receiver.version):
+                if not dirty and receiver.version is not None and wrong(kind, into, receiver.version):
                     tell(wrong=receiver.version, of="after an error")
                 if said in ("DeadlineExceeded", "PeerLost"):
                     break
                 continue
-            mixed = wrong(into, version)
+            mixed = wrong(kind, into, version)
             tell(received=version, wrong=mixed if mixed or receiver.version != version or receiver.dirty else [])

@@ -59,6 +59,47 @@ def versions_in_a_row(place: str) -> None:
     dist.barrier()
 
 
+def changed(version: int) -> dict[str, torch.Tensor]:
+    """Weights of which each version changes some elements."""
+    found = whole_of(0)
+    for tensor in found.values():
+        if tensor.numel() and tensor.dim() == 2 and tensor.is_contiguous():
+            memory = tensor.view(torch.uint8).view(-1)
+            for number in range(1, version + 1):
+                memory[number % 41 :: 97] ^= 1
+    return found
+
+
+def deltas_in_a_row(place: str) -> None:
+    """Cut by rows where they are published, by columns and whole where they are received; some are skipped."""
+    publishes, group, mesh = roles(PUBLISHERS)
+    transport = holdfast.sync.DirectoryTransport(Path(place), process_group=group)
+    assert mesh is not None
+    if publishes:
+        with holdfast.sync.Publisher(transport, delta="sparse", anchor_every=4, delta_bytes=1 << 20) as publisher:
+            for version in range(1, 8):
+                publisher.publish(sharded(changed(version), mesh, 0), version, timeout=TIMEOUT_S)
+                dist.barrier()
+                dist.barrier()
+        return
+    by_columns = sharded({name: torch.zeros_like(tensor) for name, tensor in whole_of(0).items()}, mesh, 1)
+    by_rows = sharded({name: torch.zeros_like(tensor) for name, tensor in whole_of(0).items()}, mesh, 0)
+    all_of_it = {name: torch.zeros_like(tensor) for name, tensor in whole_of(0).items()}
+    cut, alike, whole = (holdfast.sync.Receiver(transport) for _ in range(3))
+    for version in range(1, 8):
+        dist.barrier()
+        assert cut.receive(by_columns, timeout=TIMEOUT_S) == version
+        assert_same_bits(by_columns, sharded(changed(version), mesh, 1), f"version {version} by columns")
+        assert alike.receive(by_rows, timeout=TIMEOUT_S) == version
+        assert_same_bits(by_rows, sharded(changed(version), mesh, 0), f"version {version} by rows")
+        if version not in (2, 6):
+            assert whole.receive(all_of_it, timeout=TIMEOUT_S) == version
+            assert_same_bits(all_of_it, changed(version), f"version {version}")
+        chain = holdfast.open(Path(place) / f"version-{version}").manifest.chain
+        assert len(chain) == (version - 1) % 4
+        dist.barrier()
+
+
 def versions_on_an_object_store(url: str, options: str) -> None:
     """Cut by rows where they are published, by columns where they are received; one rank can't put its part."""
     publishes, group, mesh = roles(PUBLISHERS)
@@ -164,6 +205,10 @@ def trainers_share_what_they_are_handed(place: str) -> None:
 
 def test_versions_in_a_row_arrive_bit_by_bit(tmp_path: Path) -> None:
     run_job(versions_in_a_row, nproc=4, args=[tmp_path / "versions"])
+
+
+def test_deltas_in_a_row_arrive_bit_by_bit(tmp_path: Path) -> None:
+    run_job(deltas_in_a_row, nproc=4, args=[tmp_path / "versions"])
 
 
 def test_versions_on_an_object_store(object_server: Server) -> None:
