@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,6 +163,22 @@ def test_who_holds_a_member_reads_what_is_newer_only(tmp_path: Path) -> None:
             weights = step(weights, version)
     assert read[0] > 2 * LARGE
     assert max(read[1:]) < read[0] / 5, read
+
+
+def test_the_command_line_says_what_a_version_needs(tmp_path: Path) -> None:
+    publish(tmp_path, 3)
+    chains = {row["name"]: row["chain"] for row in json.loads(holdfast_told("ls", tmp_path, "--json"))["entries"]}
+    assert chains == {"version-1": [], "version-2": ["version-1"], "version-3": ["version-1", "version-2"]}
+    shown = holdfast_told("show", tmp_path / "version-3")
+    assert re.search(r"delta to +version-1, version-2", shown), shown
+    assert "large" in shown
+    holdfast_told("verify", tmp_path / "version-3")
+
+
+def holdfast_told(*arguments: Any) -> str:
+    """What a command prints that succeeds."""
+    command = [sys.executable, "-m", "holdfast", *map(str, arguments)]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60.0).stdout
 
 
 # What makes a version whole -------------------------------------------------------------------------------------------

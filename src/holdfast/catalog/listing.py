@@ -52,6 +52,8 @@ class RootEntry:
     world: int | None = None
     pinned: bool = False
     resumable: bool = True
+    chain: tuple[str, ...] = ()
+    """Names of what it is a delta to: an anchor, and other deltas."""
     latest: bool = False
     held_by: str | None = None
     error: str | None = None
@@ -134,6 +136,7 @@ def _checkpoints(storage: Storage, names: list[str]) -> list[RootEntry]:
                 world=None if manifest is None else manifest.world,
                 pinned=row.step in pins,
                 resumable=row.resumable,
+                chain=() if manifest is None else tuple(member.name for member in manifest.chain),
                 latest=row is best,
             )
         )
@@ -180,6 +183,7 @@ def _unordered(storage: Storage, manifests: dict[str, Manifest | HoldfastError |
                     created=manifest.created,
                     world=manifest.world,
                     resumable=manifest.resumable,
+                    chain=tuple(member.name for member in manifest.chain),
                 )
             )
     return sorted(rows, key=lambda row: (row.kind == "export", row.step or 0, row.name))

@@ -135,4 +135,5 @@ def _words(row: RootEntry) -> list[str]:
     words += ["pinned"] if row.pinned else []
     words += ["model only"] if not row.resumable and row.kind == "checkpoint" else []
     words += ["export"] if row.kind == "export" else []
+    words += [f"delta to {row.chain[-1]}"] if row.chain else []
     return words

@@ -82,6 +82,7 @@ def _document(
         "attempt": None if manifest is None else manifest.attempt,
         "created": None if manifest is None else manifest.created,
         "resumable": None if manifest is None else manifest.resumable,
+        "chain": [] if manifest is None else [member.name for member in manifest.chain],
         "metrics": {} if manifest is None else {key: plain_number(value) for key, value in manifest.metrics.items()},
         "versions": {} if manifest is None else manifest.versions,
         "nbytes": sum(map(_nbytes, tensors.values())),
@@ -124,6 +125,7 @@ def _print_head(source: CheckpointSource) -> None:
             ("saved", f"{manifest.created} ({age_text(manifest.created)} ago) by {manifest.world} ranks{kind}"),
             ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
         ]
+        rows += [("delta to", ", ".join(member.name for member in manifest.chain))]
         rows += [("metrics", ", ".join(f"{name} {value:g}" for name, value in manifest.metrics.items()))]
     if manifest is not None and manifest.kind == "export":
         sizes = [file.size for file in source.files.values()] + [small.size for small in manifest.files]
