@@ -88,7 +88,12 @@ class _Stored:
         self.key = key
         self.dtype = dtype
         self.bytes = memory
-        self.hashes = sparse.block_hashes(memory, dtype)
+        self.hashes: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
+
+    def take(self, memory: npt.NDArray[np.uint8]) -> None:
+        """Copy its bytes from ``memory``."""
+        np.copyto(self.bytes, memory)
+        self.hashes = sparse.block_hashes(self.bytes, self.dtype)
 
 
 class DeltaSeries:
@@ -175,21 +180,20 @@ class DeltaSeries:
         entries = entries_of(weights, self._above)
         _, index = source.report_of(self._group.rank)
         tensors = dict(self._memory(entries))
+        jobs: list[Callable[[], None]] = []
         for row in index.tensors:
-            key = row.name, Box(row.offsets, row.sizes)
-            memory = np.empty(row.nbytes, np.uint8)
-            stored = _Stored(key, row.dtype, memory)
+            stored = _Stored((row.name, Box(row.offsets, row.sizes)), row.dtype, np.empty(row.nbytes, np.uint8))
             found = _bytes_of(tensors.get(row.name, []), stored)
             if found is None:
                 raise CheckpointCorrupt(
-                    f"{source.directory}: rank {self._group.rank} has stored {row.name!r} {key[1]}, which it doesn't "
-                    "have",
+                    f"{source.directory}: rank {self._group.rank} has stored {row.name!r} {stored.key[1]}, which it "
+                    "doesn't have",
                     path=source.directory,
                     tensor=row.name,
                 )
-            np.copyto(memory, found)
-            stored.hashes = sparse.block_hashes(memory, row.dtype, threads=self._threads)
             self._stored.append(stored)
+            jobs.append(partial(stored.take, found))
+        take_turns(jobs, self._threads)
         self._described = Described.of(entries)
         self._extend(source)
 
