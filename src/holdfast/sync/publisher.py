@@ -59,13 +59,14 @@ class Publisher:
         delta: ``"sparse"`` (or True): publish what has changed by element, without loss; ``"steps"``: the same, with
             changes as steps between the numbers that a dtype has, which zstd (``holdfast[zstd]``, on both sides)
             makes half as large. In a directory or a bucket such a version is small, needs those before it back to
-            the last whole one, and takes one more copy of this rank's weights in host memory. Of no effect where
-            versions lie in blocks of memory (`SharedMemoryTransport`, and `ProcessGroupTransport` in host memory).
+            the last whole one, and takes one more copy of this rank's weights in host memory. Over
+            `ProcessGroupTransport` in host memory it is encoded beside training, for receivers that hold an earlier
+            version. Of no effect with `SharedMemoryTransport`.
         full_every: deprecated for ``anchor_every``.
-        anchor_every: with ``delta``, one of this many versions is published whole (1 and more); sooner if tensors or
-            their placements change.
-        delta_bytes: with ``delta``, a version is published whole if it and the deltas before it, of all ranks, took
-            more bytes together; None: half of a whole version.
+        anchor_every: with ``delta``, one of this many versions in a directory is whole (1 and more); sooner if tensors
+            or their placements change.
+        delta_bytes: with ``delta``, a version in a directory is whole if it and the deltas before it, of all ranks,
+            took more bytes together; over a network a rank keeps so many bytes of deltas. None: half of a version.
         max_blocks: blocks of memory at most, each with one version of this rank's bytes, besides pinned ones (more than
             ``keep_versions``; None: two more). A receiver that holds an older version longer than they suffice gets
             `VersionRevoked`. Where versions lie in blocks of memory only.

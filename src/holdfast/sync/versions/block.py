@@ -21,7 +21,7 @@ import os
 import threading
 from bisect import bisect_right
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from holdfast.boxes import Box
+    from holdfast.sync.versions.books import VersionKey
     from holdfast.sync.weights.pieces import Local
 
     Sums = npt.NDArray[np.uint64]
@@ -290,8 +291,25 @@ class MappedBlock:
     def refresh(self) -> None:
         """See to it that `epoch` is what it is at the publisher: it is."""
 
-    def let_go(self) -> None:
+    def bring_forward(self, layout: BlockLayout, key: VersionKey, extents: Sequence[int]) -> None:
+        """Make what is here of an earlier version this one, as far as that goes: all of it is here."""
+
+    def has(self, extent: int) -> bool:
+        """Return True: every extent is here."""
+        del extent
+        return True
+
+    def let_go(self, holds: HeldExtents | None) -> None:
         """Note that what was fetched is no longer needed: the mapping stays."""
+
+
+class HeldExtents(NamedTuple):
+    """What a block is known to have: extents of a version that were verified."""
+
+    key: VersionKey
+    layout: bytes
+    """Its digest."""
+    extents: frozenset[int]
 
 
 class ReadableBlock(Protocol):
@@ -311,7 +329,11 @@ class ReadableBlock(Protocol):
 
     def refresh(self) -> None: ...
 
-    def let_go(self) -> None: ...
+    def bring_forward(self, layout: BlockLayout, key: VersionKey, extents: Sequence[int]) -> None: ...
+
+    def has(self, extent: int) -> bool: ...
+
+    def let_go(self, holds: HeldExtents | None) -> None: ...
 
 
 class RankVersion:
@@ -375,19 +397,25 @@ class RankVersion:
 
     def check(self, extent: int) -> None:
         """Raise `CheckpointCorrupt` unless the bytes of an extent have their checksum."""
-        start = HEADER_BYTES + extent * EXTENT_BYTES
-        end = min(start + EXTENT_BYTES, HEADER_BYTES + self.layout.data_bytes)
-        if xxhash.xxh3_64_intdigest(self.block.bytes_between(start, end)) != int(self.sums[extent]):
+        if not self._is_right(extent):
+            start = HEADER_BYTES + extent * EXTENT_BYTES
+            end = min(start + EXTENT_BYTES, HEADER_BYTES + self.layout.data_bytes)
             raise self._corrupt("bytes have another checksum than when they were published", start, end)
 
+    def _is_right(self, extent: int) -> bool:
+        start = HEADER_BYTES + extent * EXTENT_BYTES
+        end = min(start + EXTENT_BYTES, HEADER_BYTES + self.layout.data_bytes)
+        return xxhash.xxh3_64_intdigest(self.block.bytes_between(start, end)) == int(self.sums[extent])
+
     def checks(self, extents: Sequence[int]) -> list[Callable[[], None]]:
-        """Return jobs that bring these extents and check them."""
+        """Return jobs that check these extents, and bring those that aren't here."""
 
         def check(some: Sequence[int]) -> None:
-            for first, last in _runs(some):
+            lacking = [extent for extent in some if not (self.block.has(extent) and self._is_right(extent))]
+            for first, last in _runs(lacking):
                 end = min((last + 1) * EXTENT_BYTES, self.layout.data_bytes)
                 self.block.bring(HEADER_BYTES + first * EXTENT_BYTES, HEADER_BYTES + end)
-            for extent in some:
+            for extent in lacking:
                 self.check(extent)
 
         return [partial(check, extents[at : at + _JOB_EXTENTS]) for at in range(0, len(extents), _JOB_EXTENTS)]

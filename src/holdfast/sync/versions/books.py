@@ -57,6 +57,13 @@ class Filling(NamedTuple):
     revoked: tuple[Hashable, ...] = ()
 
 
+class VersionKey(NamedTuple):
+    """A version on one rank, and the digest that its record has for that."""
+
+    version: int
+    digest: bytes
+
+
 class BlockLease(NamedTuple):
     """A reader's lease: ``block`` held ``version`` while its epoch was ``epoch``."""
 

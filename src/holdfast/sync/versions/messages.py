@@ -90,6 +90,18 @@ class ReadRanges(EngineMessage, frozen=True):
     ranges: tuple[tuple[int, int], ...]
 
 
+class ReadDelta(EngineMessage, frozen=True):
+    """On such a connection: ask for what leads from one version to another, each with its digest on this rank.
+
+    Answered by 8 bytes, little-endian, that say how many follow: the records of each run, encoded; 0 if there are none.
+    """
+
+    base: int
+    base_digest: bytes
+    version: int
+    digest: bytes
+
+
 # rank -> receiver ------------------------------------------------------------------------------------------------
 
 
@@ -113,7 +125,7 @@ class Granted(EngineMessage, frozen=True):
     """The lease that was asked for. The block has the version while the number at its start is ``epoch``.
 
     data_bytes: bytes of the pieces. layout_bytes, sums: what follows them: the encoded layout, and how many checksums.
-    nbytes: of the block.
+    nbytes: of the block. deltas: the rank may be asked for a delta to it.
     """
 
     number: int
@@ -123,6 +135,7 @@ class Granted(EngineMessage, frozen=True):
     layout_bytes: int
     sums: int
     nbytes: int
+    deltas: bool = False
 
 
 class LeaseRefused(EngineMessage, frozen=True):
@@ -130,7 +143,8 @@ class LeaseRefused(EngineMessage, frozen=True):
     reason: RankFailure
 
 
-ToRank = Introduce | AskNews | TakeLease | GiveBack | ReadRanges
+ToRank = Introduce | AskNews | TakeLease | GiveBack | ReadRanges | ReadDelta
+Read = ReadRanges | ReadDelta
 FromRank = News | BlockFile | Granted | LeaseRefused
 
-prepare_decoding(PublisherPlaces, VersionRecord, ToRank, FromRank)
+prepare_decoding(PublisherPlaces, VersionRecord, ToRank, FromRank, Read)

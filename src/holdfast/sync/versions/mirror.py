@@ -13,23 +13,40 @@ Does not: decide what to bring (``versions.receiving``).
 from __future__ import annotations
 
 import contextlib
+import logging
 import select
 import socket
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from holdfast import _torch_compat as compat
+from holdfast import events
+from holdfast.cores import take_turns
 from holdfast.engine.wire import encode
-from holdfast.errors import HoldfastError, PeerLost, VersionRevoked
+from holdfast.errors import CheckpointCorrupt, ConfigError, HoldfastError, PeerLost, VersionRevoked
+from holdfast.format import sparse
+from holdfast.format.manifest import EXTENT_BYTES
 from holdfast.staging.image import Image
 from holdfast.sync.versions import messages
-from holdfast.sync.versions.serving import connect_to, send_all
+from holdfast.sync.versions.block import HEADER_BYTES
+from holdfast.sync.versions.deltas import decode_records, runs_of
+from holdfast.sync.versions.serving import DELTA_HEAD_BYTES, connect_to, send_all
+from holdfast.sync.weights.pieces import copy_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
+
+    from holdfast.sync.versions.block import BlockLayout, HeldExtents
+    from holdfast.sync.versions.books import VersionKey
+    from holdfast.sync.versions.deltas import BlockRun
+
+_log = logging.getLogger("holdfast")
 
 _CONNECT_S: Final = 5.0
 _SLICE_S: Final = 0.2
@@ -50,36 +67,58 @@ class RankReader:
         self._lock = threading.Lock()
         self._free: list[socket.socket] = []
         self._all: set[socket.socket] = set()
-        self._mirrors: list[Image] = []
+        self._mirrors: list[tuple[Image, HeldExtents | None]] = []
         self._closed = False
 
-    def image(self, nbytes: int) -> Image:
-        """Return memory for a mirror of so many bytes; warm, if there is any."""
+    def take(self, nbytes: int) -> tuple[Image, HeldExtents | None]:
+        """Return memory for a mirror of so many bytes, and what it holds: the newest, if there is any."""
         with self._lock:
-            found = next((image for image in self._mirrors if image.nbytes == nbytes), None)
-            if found is not None:
+            fitting = [row for row in self._mirrors if row[0].nbytes == nbytes]
+            if fitting:
+                found = max(fitting, key=lambda row: -1 if row[1] is None else row[1].key.version)
                 self._mirrors.remove(found)
                 return found
-        return Image(nbytes)
+        return Image(nbytes), None
 
-    def keep(self, image: Image) -> None:
+    def keep(self, image: Image, holds: HeldExtents | None) -> None:
         """Take back the memory of a mirror."""
         with self._lock:
-            self._mirrors.append(image)
+            self._mirrors.append((image, holds))
             gone = self._mirrors[:-_KEPT]
             del self._mirrors[:-_KEPT]
-        for old in gone:
+        for old, _ in gone:
             old.close()
 
     def read(self, asked: messages.ReadRanges, into: list[memoryview], check: Callable[[], None], version: int) -> bool:
         """Read the ranges; return False if the block was not of that epoch. check: may raise, to end it."""
+        said = bytearray(1)
+        with self._asking(asked, version) as sock:
+            for memory in (*into, memoryview(said)):
+                self._receive(sock, memory, check, version)
+        events.count("sync_bytes_brought", sum(map(len, into)))
+        return bool(said[0])
+
+    def read_delta(self, asked: messages.ReadDelta, most: int, check: Callable[[], None]) -> bytes:
+        """Read what leads from one version to another; empty if the rank has nothing of at most ``most`` bytes."""
+        head = bytearray(DELTA_HEAD_BYTES)
+        found = bytearray()
+        with self._asking(asked, asked.version) as sock:
+            self._receive(sock, memoryview(head), check, asked.version)
+            nbytes = int.from_bytes(head, "little")
+            if nbytes > most:
+                raise self._lost(f"it announced a delta of {nbytes} bytes to {most}", asked.version)
+            found = bytearray(nbytes)
+            self._receive(sock, memoryview(found), check, asked.version)
+        events.count("sync_bytes_brought", nbytes)
+        return bytes(found)
+
+    @contextlib.contextmanager
+    def _asking(self, asked: messages.Read, version: int) -> Iterator[socket.socket]:
+        """Yield a connection on which ``asked`` was sent; it is free afterwards, or gone with an error."""
         sock = self._connection(version)
         try:
             send_all(sock, bytes(encode(asked)), self._peer_timeout_s)
-            for memory in into:
-                self._receive(sock, memory, check, version)
-            said = bytearray(1)
-            self._receive(sock, memoryview(said), check, version)
+            yield sock
         except BaseException as error:
             self._drop(sock)
             if isinstance(error, OSError) and not isinstance(error, HoldfastError):
@@ -87,7 +126,6 @@ class RankReader:
             raise
         with self._lock:
             self._free.append(sock)
-        return bool(said[0])
 
     def close(self) -> None:
         """End all connections, and all reads; idempotent."""
@@ -100,7 +138,7 @@ class RankReader:
                 sock.shutdown(socket.SHUT_RDWR)
             if sock in self._free:
                 sock.close()
-        for image in mirrors:
+        for image, _ in mirrors:
             image.close()
 
     def _connection(self, version: int) -> socket.socket:
@@ -163,8 +201,10 @@ class MirrorBlock:
         self._granted = granted
         self._version = version
         self._check = check
-        self._image: Image | None = reader.image(granted.nbytes)
-        self.view: torch.Tensor = self._image.bytes_view
+        image, self._holds = reader.take(granted.nbytes)
+        self._image: Image | None = image
+        self._here: frozenset[int] = frozenset()
+        self.view: torch.Tensor = image.bytes_view
         self._memory = compat.host_memory(self.view)
 
     def bytes_between(self, start: int, end: int) -> memoryview:
@@ -185,7 +225,50 @@ class MirrorBlock:
         if not self._reader.read(asked, [], self._check, self._version):
             self.epoch = -1
 
-    def let_go(self) -> None:
+    def bring_forward(self, layout: BlockLayout, key: VersionKey, extents: Sequence[int]) -> None:
+        """Make what is here of an earlier version this one, by what changed; extents that this made wrong are brought.
+
+        Nothing is certain before extents were compared with their checksums.
+        """
+        held, self._holds = self._holds, None
+        if held is None or held.layout != layout.digest or not self._granted.deltas:
+            return
+        here = held.extents.intersection(extents)
+        if held.key != key and here and not self._patch(layout, held.key, key, here):
+            return
+        self._here = here
+
+    def _patch(self, layout: BlockLayout, base: VersionKey, key: VersionKey, here: frozenset[int]) -> bool:
+        """Apply the delta to the extents that are here; return False if there is none."""
+        asked = messages.ReadDelta(*base, *key)
+        encoded = self._reader.read_delta(asked, layout.data_bytes, self._check)
+        if not encoded:
+            return False
+        events.count("sync_deltas_applied")
+        try:
+            runs = zip(runs_of(layout), decode_records(encoded), strict=True)
+            jobs = [job for run, record in runs for job in self._changes(run, sparse.Record(record), here)]
+            take_turns(jobs, copy_threads())
+        except (CheckpointCorrupt, ConfigError, ValueError, msgspec.MsgspecError) as error:
+            _log.warning("a delta from version %d to %d is of no use: %s", base.version, key.version, error)
+            return False
+        return True
+
+    def _changes(self, run: BlockRun, record: sparse.Record, here: frozenset[int]) -> Iterator[Callable[[], None]]:
+        head = record.head
+        if head.units * head.unit_bytes != run.end - run.start:
+            raise CheckpointCorrupt("it is of another layout", path=record.what)
+        size = head.block_units * head.unit_bytes
+        for number in range(head.blocks):
+            start, end = run.start + number * size, min(run.end, run.start + (number + 1) * size)
+            if here.intersection(range(start // EXTENT_BYTES, (end - 1) // EXTENT_BYTES + 1)):
+                memory = self._memory[HEADER_BYTES + start : HEADER_BYTES + end]
+                yield partial(record.change, number, memory)
+
+    def has(self, extent: int) -> bool:
+        return extent in self._here
+
+    def let_go(self, holds: HeldExtents | None) -> None:
         image, self._image = self._image, None
         if image is not None:
-            self._reader.keep(image)
+            self._reader.keep(image, holds)

@@ -35,6 +35,7 @@ from holdfast.sync.session.rendezvous import PLACES, hosts_here, open_rendezvous
 from holdfast.sync.versions import messages
 from holdfast.sync.versions.block import BlockLayout, BlockMemory
 from holdfast.sync.versions.books import Books
+from holdfast.sync.versions.deltas import BlockDeltas
 from holdfast.sync.versions.serving import BlockServer, Served, boot_id, connect_to, listen_at, unlink_quietly
 from holdfast.sync.weights.agreed import CutWeights, WeightsAgreement
 from holdfast.sync.weights.pieces import copy_threads
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from holdfast.coordination.deadline import Deadline
+    from holdfast.format import sparse
     from holdfast.sync.protocol import PublisherOptions
     from holdfast.sync.weights.pieces import Weights
 
@@ -112,6 +114,11 @@ class BlockPublishing:
         self._server = BlockServer(
             self._group.rank, sock, self._places.token, self._served, peer_timeout_s=peer_timeout_s
         )
+        if network and options.delta is not None:
+            kind: sparse.Kind = "steps" if options.delta == "steps" else "values"
+            self._served.deltas = BlockDeltas(
+                self._served, kind=kind, delta_bytes=options.delta_bytes, rank=self._group.rank
+            )
         self._agreement = WeightsAgreement(self._group, self._captures)
         self._staged = Rounds(self._group.board, "staged", had_not="staged this version")
         self._layout: tuple[str, BlockLayout] | None = None
@@ -147,6 +154,8 @@ class BlockPublishing:
             self._served.layouts[version] = layout
             self._forget_evicted()
             self._records[version] = record
+            if self._served.deltas is not None:
+                self._served.deltas.published(version, record.digests[self._group.rank], layout)
             self._renew_news()
         self._agreement.newest_out = version
         self._prepare_blocks(layout.block_bytes)
@@ -179,6 +188,8 @@ class BlockPublishing:
                     self._rendezvous.delete(PLACES)
         unlink_quietly(self._path)
         self._server.close(_CLOSE_S)
+        if self._served.deltas is not None:
+            self._served.deltas.close(_CLOSE_S)
         with self._served.lock:
             self._served.closed.set()
             for memory in self._served.memory.values():

@@ -47,7 +47,8 @@ from holdfast.sync.session.futures import CloseSignal
 from holdfast.sync.session.links import Ended, EventLoop, Link
 from holdfast.sync.session.rendezvous import PLACES, RendezvousClient, open_rendezvous
 from holdfast.sync.versions import messages
-from holdfast.sync.versions.block import BlockLayout, MappedBlock, RankVersion, ReadableBlock
+from holdfast.sync.versions.block import BlockLayout, HeldExtents, MappedBlock, RankVersion, ReadableBlock
+from holdfast.sync.versions.books import VersionKey
 from holdfast.sync.versions.mirror import MirrorBlock, RankReader
 from holdfast.sync.versions.serving import connect_to, is_gone
 from holdfast.sync.weights.apply import twins_differ
@@ -595,6 +596,8 @@ class FetchedBlocks:
         self.seconds: Mapping[str, float] = {}
         self._meta = record.meta
         self._digests = record.digests
+        self._keys = [VersionKey(record.version, digest) for digest in record.digests]
+        self._holds: list[HeldExtents | None] = [None] * len(leased)
         self._destination = destination
         self._connections = ranks
         self._leased = list(leased)
@@ -626,8 +629,11 @@ class FetchedBlocks:
         selection = self._select([version.layout for version in versions], versions)
         self._parts = list(zip(versions, selection.parts, strict=True))
         self.nbytes = selection.nbytes
-        jobs = [job for version, some in zip(versions, selection.extents, strict=True) for job in version.checks(some)]
+        ranks = list(zip(versions, self._keys, selection.extents, strict=True))
+        take_turns([partial(one.block.bring_forward, one.layout, key, some) for one, key, some in ranks], len(ranks))
+        jobs = [job for version, _, some in ranks for job in version.checks(some)]
         take_turns([partial(_checked, job, check) for job in jobs], copy_threads())
+        self._holds = [HeldExtents(key, one.layout.digest, frozenset(some)) for one, key, some in ranks]
         self._check_epochs()
         self._check_twins(selection.wanted)
         self._check_epochs()
@@ -657,8 +663,8 @@ class FetchedBlocks:
         if not self._released:
             self._released = True
             self._connections.give_back(self._leases)
-            for block, _ in self._leased:
-                block.let_go()
+            for (block, _), holds in zip(self._leased, self._holds, strict=True):
+                block.let_go(holds)
             self._leased, self._parts = [], []
             self._destination.abandon()
 

@@ -29,6 +29,7 @@ from holdfast.errors import ConfigError, HoldfastError, StorageError
 from holdfast.sync.session.links import Ended, EventLoop, Link, connect
 from holdfast.sync.session.rendezvous import this_machine
 from holdfast.sync.versions import messages
+from holdfast.sync.versions.books import VersionKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from holdfast.engine.messages import EngineMessage
     from holdfast.sync.versions.block import BlockLayout, BlockMemory
     from holdfast.sync.versions.books import Books
+    from holdfast.sync.versions.deltas import BlockDeltas
 
 _log = logging.getLogger("holdfast")
 _INTRODUCTION_S: Final = 10.0
@@ -45,6 +47,8 @@ _QUEUED_MAX: Final = 4096
 _BACKLOG: Final = 1024
 _NAME_BYTES_MAX: Final = 100
 """Length of a socket's path, for which Linux has 108 bytes."""
+DELTA_HEAD_BYTES: Final = 8
+"""Say how many bytes of a delta follow."""
 _PEER: Final = struct.Struct("3i")
 """pid, uid and gid of a peer."""
 
@@ -62,6 +66,7 @@ class Served:
     records: tuple[messages.VersionRecord, ...] = ()
     """On rank 0: the versions that exist, ascending."""
     closed: threading.Event = field(default_factory=threading.Event)
+    deltas: BlockDeltas | None = None
 
     def has(self, block: int, epoch: int) -> bool:
         """Return True if that block still is of that epoch."""
@@ -163,9 +168,9 @@ class BlockServer:
                 reader.watches = True
         elif isinstance(message, messages.TakeLease):
             self._grant(link, reader, message)
-        elif isinstance(message, messages.ReadRanges):
+        elif isinstance(message, (messages.ReadRanges, messages.ReadDelta)):
             self._readers.pop(link)
-            self._serve_ranges(self._loop.hand_over(link), reader.name, message)
+            self._serve_reads(self._loop.hand_over(link), reader.name, message)
         elif isinstance(message, messages.GiveBack):
             with self._served.lock:
                 self._served.books.release(link, message.block, message.epoch)
@@ -192,18 +197,22 @@ class BlockServer:
                 len(layout.encoded),
                 layout.extents,
                 block.nbytes,
+                served.deltas is not None,
             )
         )
 
-    def _serve_ranges(self, sock: socket.socket, reader: str, first: messages.ReadRanges) -> None:
+    def _serve_reads(self, sock: socket.socket, reader: str, first: messages.Read) -> None:
         """Answer reads on a thread, which ends with the connection."""
 
         def serve() -> None:
             try:
-                asked: messages.ReadRanges | None = first
-                inbox: Inbox[messages.ReadRanges] = Inbox(sock, messages.ReadRanges)
+                asked: messages.Read | None = first
+                inbox: Inbox[messages.Read] = Inbox(sock, messages.Read)
                 while asked is not None and not self._stopping:
-                    self._send_ranges(sock, asked)
+                    if isinstance(asked, messages.ReadDelta):
+                        self._send_delta(sock, asked)
+                    else:
+                        self._send_ranges(sock, asked)
                     asked = _next_read(sock, inbox, lambda: self._stopping)
             except OSError as error:
                 if not self._stopping:
@@ -234,6 +243,17 @@ class BlockServer:
         finally:
             if fd >= 0:
                 os.close(fd)
+
+    def _send_delta(self, sock: socket.socket, asked: messages.ReadDelta) -> None:
+        deltas, encoded = self._served.deltas, b""
+        with self._served.lock:
+            layout = self._served.layouts.get(asked.version)
+        if deltas is not None and layout is not None:
+            base, wanted = VersionKey(asked.base, asked.base_digest), VersionKey(asked.version, asked.digest)
+            encoded = deltas.find(base, wanted, layout.data_bytes, lambda: self._stopping)
+        send_all(sock, len(encoded).to_bytes(DELTA_HEAD_BYTES, "little"), self._peer_timeout_s)
+        send_all(sock, encoded, self._peer_timeout_s)
+        events.count("sync_bytes_sent", len(encoded))
 
     def _tell_news(self) -> None:
         records = self._served.records
@@ -349,9 +369,7 @@ def _wait_writable(sock: socket.socket, timeout_s: float) -> None:
         raise TimeoutError(f"it took nothing for {timeout_s:g} s")
 
 
-def _next_read(
-    sock: socket.socket, inbox: Inbox[messages.ReadRanges], stopping: Callable[[], bool]
-) -> messages.ReadRanges | None:
+def _next_read(sock: socket.socket, inbox: Inbox[messages.Read], stopping: Callable[[], bool]) -> messages.Read | None:
     """Wait for the next request on a connection; None once it has ended."""
     waiter = select.poll()
     waiter.register(sock, select.POLLIN)

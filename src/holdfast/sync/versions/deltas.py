@@ -1,0 +1,230 @@
+"""What changed from one version in a block to the next, by element: encoded beside training, kept for receivers.
+
+    published(v) -> a lease on v's block -> a thread encodes v-1 to v, run by run -> kept within ``delta_bytes``
+    find(base, v) -> waits a moment for what is being encoded -> a record a run, folded if there are several steps
+
+A *run* is a range of a block with pieces whose elements have one size; its bytes are one array (`format.sparse`).
+
+Guarantees: nothing waits for this but who asks for a delta, and that is bounded. Leases keep the two blocks from being
+overwritten while there are others; if one is, its delta is dropped. What is kept was made of the bytes that the
+digests name.
+Assumes: versions of other layouts have no delta. Receivers verify what they make of it.
+Does not: decide whether a delta pays: who asks compares its size.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+
+from holdfast import events
+from holdfast.errors import HoldfastError
+from holdfast.format import sparse
+from holdfast.sync.versions.block import HEADER_BYTES, BlockLayout, MappedBlock
+from holdfast.sync.versions.books import VersionKey
+from holdfast.sync.weights.pieces import copy_threads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from holdfast.sync.versions.books import BlockLease
+    from holdfast.sync.versions.serving import Served
+
+_log = logging.getLogger("holdfast")
+_SHARE: Final = 0.5
+"""Of a version, that deltas may take together unless ``delta_bytes`` says how much."""
+_PATIENCE_S: Final = 0.05
+_PATIENCE_MAX_S: Final = 5.0
+_PATIENCE_BYTES_PER_S: Final = 1 << 30
+"""Who asks waits no longer than for so many bytes of the version a second."""
+_SLICE_S: Final = 0.02
+_FOLDED_MAX: Final = 4
+_RECORDS: Final = msgspec.msgpack.Decoder(list[bytes])
+
+
+class BlockRun(NamedTuple):
+    """Bytes ``start`` to ``end`` of the pieces of a block, which hold elements like those of ``dtype``."""
+
+    start: int
+    end: int
+    dtype: str
+
+
+def runs_of(layout: BlockLayout) -> list[BlockRun]:
+    """Return the runs of a layout, ascending; pieces without elements are in none."""
+    found: list[BlockRun] = []
+    unit: sparse.UnitKind | None = None
+    for number, piece in enumerate(layout.table):
+        nbytes = layout.nbytes(number)
+        if not layout.own[number] or not nbytes:
+            continue
+        start, now = layout.starts[number], sparse.unit_of(piece.dtype)
+        if found and unit is not None and (now.nbytes, now.ordered) == (unit.nbytes, unit.ordered):
+            found[-1] = found[-1]._replace(end=start + nbytes)
+        else:
+            found.append(BlockRun(start, start + nbytes, piece.dtype))
+        unit = now
+    return found
+
+
+def decode_records(encoded: bytes) -> list[bytes]:
+    """Return the records of each run. Raises `msgspec.MsgspecError`."""
+    return _RECORDS.decode(encoded)
+
+
+class _StepDelta(NamedTuple):
+    base: VersionKey
+    records: list[bytes]
+    nbytes: int
+
+
+class BlockDeltas:
+    """The deltas of one publisher rank."""
+
+    def __init__(self, served: Served, *, kind: sparse.Kind, delta_bytes: int | None, rank: int) -> None:
+        self._served = served
+        self._kind = kind
+        self._delta_bytes = delta_bytes
+        self._changed = threading.Condition()
+        self._kept: dict[VersionKey, _StepDelta] = {}
+        """By the version that it leads to, oldest first."""
+        self._folded: dict[tuple[VersionKey, VersionKey], list[bytes]] = {}
+        self._last: tuple[VersionKey, BlockLease, BlockLayout] | None = None
+        self._next: tuple[VersionKey, BlockLease, BlockLayout] | None = None
+        self._encoding: VersionKey | None = None
+        self._runs: tuple[bytes, list[BlockRun]] = (b"", [])
+        self._mapped: dict[int, MappedBlock] = {}
+        self._closed = False
+        self._thread = threading.Thread(target=self._live, name=f"holdfast-versions-deltas-{rank}", daemon=True)
+        self._thread.start()
+
+    def published(self, version: int, digest: bytes, layout: BlockLayout) -> None:
+        """Encode the delta to a version that was just published, soon; the caller holds the lock of what is served."""
+        try:
+            lease = self._served.books.lease(self, version, digest)
+        except HoldfastError:  # pinned or not, it isn't here any more
+            return
+        with self._changed:
+            before, self._next = self._next, (VersionKey(version, digest), lease, layout)
+            self._changed.notify_all()
+        if before is not None:  # it was overtaken: the next delta leads from the last one that was encoded
+            self._served.books.release(self, before[1].block.number, before[1].epoch)
+
+    def find(self, base: VersionKey, wanted: VersionKey, data_bytes: int, stopping: Callable[[], bool]) -> bytes:
+        """Return the encoded records that lead from ``base`` to ``wanted``; empty if there are none."""
+        patience_s = min(_PATIENCE_MAX_S, _PATIENCE_S + data_bytes / _PATIENCE_BYTES_PER_S)
+        ends_s = time.monotonic() + patience_s
+        with self._changed:
+            while self._is_coming(wanted) and not stopping() and (left_s := ends_s - time.monotonic()) > 0:
+                self._changed.wait(min(_SLICE_S, left_s))
+            chain: list[_StepDelta] = []
+            at = wanted
+            while at != base and (kept := self._kept.get(at)) is not None:
+                chain.insert(0, kept)
+                at = kept.base
+            if at != base or not chain:
+                return b""
+            known = self._folded.get((base, wanted)) if len(chain) > 1 else chain[0].records
+        if known is None:
+            known = _folded([kept.records for kept in chain])
+            with self._changed:
+                self._folded[base, wanted] = known
+                for key in list(self._folded)[:-_FOLDED_MAX]:
+                    del self._folded[key]
+        return msgspec.msgpack.encode(known)
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread; idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+
+    def _is_coming(self, wanted: VersionKey) -> bool:
+        if self._closed:
+            return False
+        return self._encoding == wanted or (self._next is not None and self._next[0] == wanted)
+
+    # the thread ----------------------------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        while True:
+            with self._changed:
+                while self._next is None and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                (now, self._next), before = (self._next, None), self._last
+                assert now is not None
+                self._encoding = now[0]
+            kept = None
+            try:
+                if before is not None and before[2].digest == now[2].digest:
+                    kept = self._encode(before, now)
+            except (HoldfastError, MemoryError) as error:
+                _log.warning("no delta leads to version %d: %s", now[0].version, error)
+            self._keep(now[0], kept, now[2].data_bytes)
+            self._last = now
+            if before is not None:
+                with self._served.lock:
+                    self._served.books.release(self, before[1].block.number, before[1].epoch)
+
+    def _encode(
+        self, before: tuple[VersionKey, BlockLease, BlockLayout], now: tuple[VersionKey, BlockLease, BlockLayout]
+    ) -> _StepDelta | None:
+        """Return what leads from one version to the other; None if a block was overwritten meanwhile."""
+        layout = now[2]
+        if self._runs[0] != layout.digest:
+            self._runs = layout.digest, runs_of(layout)
+        blocks = [self._mapping(lease) for _, lease, _ in (before, now)]
+        old, new = blocks
+        if old is None or new is None:
+            return None
+        records: list[bytes] = []
+        for run in self._runs[1]:
+            start, end = HEADER_BYTES + run.start, HEADER_BYTES + run.end
+            memory = old.bytes_between(start, end), new.bytes_between(start, end)
+            threads = max(1, copy_threads() // 2)
+            records.append(sparse.encode(*memory, run.dtype, kind=self._kind, threads=threads).record)
+            if self._closed:
+                return None
+        if (old.epoch, new.epoch) != (before[1].epoch, now[1].epoch):
+            return None
+        nbytes = sum(map(len, records))
+        events.count("sync_deltas_encoded")
+        return _StepDelta(before[0], records, nbytes)
+
+    def _mapping(self, lease: BlockLease) -> MappedBlock | None:
+        """Map the block of a lease, of its own: the publisher may close its mapping at any moment."""
+        number = lease.block.number
+        if number not in self._mapped:
+            fd = self._served.memory_of(number, lease.epoch)
+            if fd is None:
+                return None
+            with self._served.lock:
+                alive = set(self._served.memory)
+            for gone in self._mapped.keys() - alive:
+                del self._mapped[gone]
+            self._mapped[number] = MappedBlock(fd, lease.block.nbytes)
+        return self._mapped[number]
+
+    def _keep(self, key: VersionKey, kept: _StepDelta | None, data_bytes: int) -> None:
+        limit = int(_SHARE * data_bytes) if self._delta_bytes is None else self._delta_bytes
+        with self._changed:
+            self._encoding = None
+            if kept is not None and kept.nbytes <= limit:
+                self._kept[key] = kept
+                while sum(one.nbytes for one in self._kept.values()) > limit:
+                    del self._kept[next(iter(self._kept))]
+                self._folded.clear()
+            else:
+                self._kept.clear()  # nothing leads on from these
+            self._changed.notify_all()
+
+
+def _folded(steps: Sequence[Sequence[bytes]]) -> list[bytes]:
+    return [sparse.fold(records, threads=1) for records in zip(*steps, strict=True)]
