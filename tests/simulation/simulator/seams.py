@@ -17,6 +17,7 @@ import obstore
 import obstore.store
 from greenlet import getcurrent
 
+from holdfast import cores
 from holdfast.catalog import catalog as keeping
 from holdfast.commit import recovery
 from holdfast.coordination import board as coordination
@@ -40,7 +41,6 @@ from holdfast.storage import (
     object_store,
     object_writer,
     protocol,
-    ranged_reads,
 )
 from holdfast.storage import leases as lease
 from holdfast.storage import locks as lock
@@ -146,7 +146,7 @@ def _object_seams():
     for module in (object_store, object_leases, object_writer, object_source):
         yield module, "time", scheduler.time
         yield module, "threading", scheduler.threading
-    yield ranged_reads, "threading", scheduler.threading
+    yield cores, "threading", scheduler.threading
     for name in ("put", "get", "head", "copy", "delete", "list_with_delimiter"):
         yield obstore, name, getattr(objects, name)
     yield obstore, "list", objects.list_all
