@@ -16,7 +16,7 @@ from nursery import Child, Nursery
 
 import holdfast
 
-KILLS = 6
+KILLS = 4
 ERRORS = {"CheckpointNotFound", "DeadlineExceeded"}
 
 

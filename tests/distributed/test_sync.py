@@ -232,60 +232,6 @@ def test_a_function_gets_whole_tensors_and_what_it_raises_is_raised(tmp_path: Pa
     run_job(functions_are_called, nproc=3, args=[tmp_path])
 
 
-# only what has changed -------------------------------------------------------------------------------------------
-
-
-def only_changes_travel(place: str, bypass: str) -> None:
-    publishes, group, mesh = roles(2)
-    generator = torch.Generator().manual_seed(7)
-    whole = {f"w.{index}": torch.randn(64, 32, generator=generator) for index in range(20)}
-    options = {
-        "bucket_bytes": 1 << 16,
-        "delta": True,
-        "anchor_every": 4,
-        "bypass_cpu": bypass == "True",
-        "receivers": 2,
-    }
-    transport = transport_of("slots", Path(place), group)
-    nbytes = sum(tensor.nbytes for tensor in whole.values())
-
-    def change(version: int) -> None:
-        whole[f"w.{version}"][version] += 1.0
-
-    if publishes:
-        with holdfast.sync.Publisher(transport, **options) as publisher:  # type: ignore[arg-type]
-            for version in range(1, 8):
-                change(version)
-                publisher.publish(sharded(whole, mesh, 0), version, timeout=TIMEOUT_S)  # type: ignore[arg-type]
-                dist.barrier()
-            dist.barrier()
-        return
-    into = sharded({name: torch.zeros_like(tensor) for name, tensor in whole.items()}, mesh, 1)  # type: ignore[arg-type]
-    received = []
-    with holdfast.sync.Receiver(transport) as receiver:
-        for version in range(1, 8):
-            change(version)
-            before = holdfast.statistics()["sync_bytes_received"]
-            streaming = version == 3
-            assert receiver.receive(into, timeout=TIMEOUT_S, streaming=streaming) == version
-            received.append(holdfast.statistics()["sync_bytes_received"] - before)
-            assert_same_bits(into, sharded(whole, mesh, 1), f"version {version}")  # type: ignore[arg-type]
-            dist.barrier()
-        with pytest.raises(DeadlineExceeded):
-            receiver.receive(into, timeout=0.1)
-        dist.barrier()
-    # Versions 1 and 5 are full; of the others one tensor of twenty has changed, or two since the shadow's last version.
-    full = [version for version, count in enumerate(received, 1) if count >= nbytes // 2]
-    assert full == [1, 5], received
-    assert max(received) < 0.6 * nbytes  # only its own part
-    assert max(count for version, count in enumerate(received, 1) if version not in full) <= 2 * nbytes // 20 // 2
-
-
-@pytest.mark.parametrize("bypass", [True, False])
-def test_only_what_has_changed_travels_and_now_and_then_all_of_it(tmp_path: Path, bypass: bool) -> None:
-    run_job(only_changes_travel, nproc=4, args=[tmp_path, bypass])
-
-
 # what is left behind ---------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_plan_properties import Array, boxes_in, cut, tilings, within
 
-from holdfast.boxes import Box, row_blocks, whole
+from holdfast.boxes import Box, whole
 from holdfast.dtypes import ITEMSIZE
 from holdfast.sync.weights.buckets import (
     BUCKET_ALIGN_BYTES,
@@ -22,7 +22,6 @@ from holdfast.sync.weights.buckets import (
     plan_buckets,
     select,
 )
-from holdfast.sync.weights.delta import narrowed
 
 DTYPES = {"bool": np.uint8, "bfloat16": np.uint16, "float32": np.uint32, "complex64": np.uint64, "complex128": "V16"}
 """What numpy moves the bits of each as."""
@@ -145,31 +144,3 @@ def test_every_wanted_element_arrives_once_and_travels_once(case: Case) -> None:
             assert (found[name] == wanted[receiver][name]).all()
         anyone: Any = np.logical_or.reduce([masks[name] for masks in wanted])
         assert (sent[name] == anyone).all()
-
-
-@settings(max_examples=40)
-@given(cases(), st.data())
-def test_of_a_delta_the_changed_elements_arrive_and_no_others(case: Case, data: st.DataObject) -> None:
-    changed: list[list[list[Box]]] = []
-    for table in case.tables:
-        boxes = [
-            [extent for extent in row_blocks(piece.box, data.draw(st.integers(1, 8))) if data.draw(st.booleans())]
-            for piece in table
-        ]
-        changed.append(boxes)
-    parts = [select(case.tables, wishes) for wishes in case.wishes]
-    for rank, table in enumerate(case.tables):
-        for found in parts:
-            small = narrowed(found[rank], changed[rank])
-            masks = {number: np.zeros(case.values[piece.name].shape, int) for number, piece in enumerate(table)}
-            for part in small:
-                masks[part.piece][cut(part.box)] += 1
-            for number, piece in enumerate(table):
-                expected = np.zeros(case.values[piece.name].shape, bool)
-                for part in found[rank]:
-                    if part.piece == number:
-                        expected[cut(part.box)] = True
-                marks = np.zeros_like(expected)
-                for box in changed[rank][number]:
-                    marks[cut(box)] = True
-                assert (masks[number] == (expected & marks)).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import mmap
 import os
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from benchmarks import publish, stats, tables, targets
+from benchmarks import delta, publish, stats, tables, targets
 from benchmarks.bench import OURS, Bench
 from benchmarks.cases import CASES
 from benchmarks.cases.train import compared
@@ -436,3 +437,15 @@ def test_what_is_mapped_of_a_file_is_left_out_of_memory(tmp_path: Path) -> None:
         assert mapped[:].count(0) == 32 << 20  # touches it
         assert tree_memory(os.getpid()).others - before > 24 << 20
         assert tree_memory(os.getpid(), str(tmp_path / "state")).others - before < 24 << 20
+
+
+def test_deltas_of_a_trained_model_are_measured(tmp_path: Path) -> None:
+    delta.main(["--quick", "--out", str(tmp_path)])
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert list(results["rates"]) == ["1e-06", "3e-06", "0.0001"]
+    for found in results["rates"].values():
+        one = found["one step"]
+        assert 0 < one["changed"] < 1
+        assert one["steps, zstd"] <= one["steps"] <= 1.1
+    assert (tmp_path / "delta.png").stat().st_size > 1000
+    assert "| 1e-06 | one step |" in (tmp_path / "report.md").read_text()

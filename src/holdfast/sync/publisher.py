@@ -61,7 +61,7 @@ class Publisher:
             makes half as large. In a directory or a bucket such a version is small, needs those before it back to
             the last whole one, and takes one more copy of this rank's weights in host memory. Over
             `ProcessGroupTransport` in host memory it is encoded beside training, for receivers that hold an earlier
-            version. Of no effect with `SharedMemoryTransport`.
+            version. Of no effect with other transports, which bring whole versions.
         full_every: deprecated for ``anchor_every``.
         anchor_every: with ``delta``, one of this many versions in a directory is whole (1 and more); sooner if tensors
             or their placements change.

@@ -261,7 +261,7 @@ def test_a_version_that_nobody_has_committed_can_be_published_again(
         assert holds(into, 1)
 
 
-def test_what_is_published_under_a_number_again_is_no_base_of_a_delta(
+def test_what_is_published_under_a_number_again_is_what_all_get(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A receiver commits and is cut off before it says so: the publisher can't know that this number is out."""
@@ -273,7 +273,7 @@ def test_what_is_published_under_a_number_again_is_no_base_of_a_delta(
     newer[-1] = -1.0
     into, other = {"w": torch.zeros(3 << 18)}, {"w": torch.zeros(3 << 18)}
     with (
-        Publisher(transport(tmp_path), delta=True, receivers=2) as publisher,
+        Publisher(transport(tmp_path), receivers=2) as publisher,
         Receiver(transport(tmp_path)) as receiver,
         Receiver(transport(tmp_path)) as second,
     ):

@@ -80,7 +80,6 @@ class VersionFetcher:
         self._channels: list[tuple[int, ReceiveChannel] | None] = [None] * ranks
         self._wanted = [""] * ranks
         self._walks: list[tuple[str, list[BucketCopy]]] = [("", [])] * ranks
-        self._written: Destination | None = None
         self._published: tuple[tuple[str, ...], dict[str, TensorInfo]] = ((), {})
         self._selected: tuple[tuple[str, ...], _Selection] | None = None
 
@@ -107,25 +106,21 @@ class VersionFetcher:
         selection = self._select(destination)
         if not own:
             destination.forget()
-        # What an aborted session has written is no complete version.
-        base = destination.base if self._written is not destination else None
         for rank, digest in enumerate(selection.digests):
             parts = None if digest == self._wanted[rank] else tuple(selection.parts[rank])
-            connection.send(rank, messages.Wants(begin.session, digest, parts, base))
+            connection.send(rank, messages.Wants(begin.session, digest, parts))
             self._wanted[rank] = digest
         connection.phase = "channels"
         channels = [self._channel(rank, table, deadline) for rank, table in enumerate(told)]
-        left, is_whole = dict(selection.nbytes), True
+        left = dict(selection.nbytes)
         for name in [name for name, nbytes in left.items() if not nbytes]:
             destination.complete(name)
         for rank, table in enumerate(told):
             taking = _Taking(rank, table, channels[rank], self._tables[rank].items, selection.places)
-            is_whole = self._take_rank(begin, taking, destination, left, deadline) and is_whole
+            self._take_rank(begin, taking, destination, left, deadline)
         lacking = [name for name, nbytes in left.items() if nbytes]
-        if lacking and is_whole:
+        if lacking:
             raise HoldfastError(f"publisher ranks left out parts of {listed(lacking)}, although they offered them")
-        for name in lacking:
-            destination.complete(name)
 
     # selecting ------------------------------------------------------------------------------------------------------
 
@@ -207,8 +202,8 @@ class VersionFetcher:
 
     def _take_rank(
         self, begin: messages.Begin, taking: _Taking, destination: Destination, left: dict[str, int], deadline: Deadline
-    ) -> bool:
-        """Take all buckets of a rank; return False if they hold only what differs from the destination's version."""
+    ) -> None:
+        """Take all buckets of a rank."""
         connection, rank = self.connection, taking.rank
         connection.phase = "plan"
         plan = connection.next(rank, messages.Plan, deadline, what="the plan")
@@ -221,7 +216,6 @@ class VersionFetcher:
         posted = 0
         for number, planned in enumerate(buckets):
             while posted < min(len(buckets), number + SLOTS):
-                self._written = destination if buckets[posted].plan.nbytes else self._written
                 self._post(taking, buckets[posted], deadline)
                 posted += 1
             connection.phase = f"bucket {planned.seq}"
@@ -236,7 +230,6 @@ class VersionFetcher:
                 if nbytes and not left[name]:
                     destination.complete(name)
             connection.beat()
-        return plan.base_version is None
 
     def _post(self, taking: _Taking, planned: messages.PlannedBucket, deadline: Deadline) -> None:
         plan, seq, channel = planned.plan, taking.table.first + planned.seq, taking.channel

@@ -56,15 +56,11 @@ class Ask(EngineMessage, frozen=True):
 
 
 class Wants(EngineMessage, frozen=True):
-    """The parts of this rank's table that the receiver takes; None: those of ``digest``, which it sent last.
-
-    base_version: the version that it has from this publisher; only what differs from it need be sent.
-    """
+    """The parts of this rank's table that the receiver takes; None: those of ``digest``, which it sent last."""
 
     session: int
     digest: str
     parts: tuple[PieceBox, ...] | None
-    base_version: int | None = None
 
 
 class Taken(EngineMessage, frozen=True):
@@ -130,15 +126,11 @@ class PlannedBucket(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Plan(EngineMessage, frozen=True):
-    """Buckets of this rank whose lane includes the member; None: those of ``digest``, which it sent last.
-
-    base_version: they hold what differs from that version; None: everything that is wanted.
-    """
+    """Buckets of this rank whose lane includes the member; None: those of ``digest``, which it sent last."""
 
     session: int
     digest: str
     buckets: tuple[PlannedBucket, ...] | None
-    base_version: int | None
 
 
 class Bucket(EngineMessage, frozen=True):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,14 +30,12 @@ from holdfast.sync.session.rendezvous import PLACES, ListenAddress, Places, host
 from holdfast.sync.session.sender import VersionSource
 from holdfast.sync.session.server import Server
 from holdfast.sync.weights.agreed import CutWeights, WeightsAgreement
-from holdfast.sync.weights.delta import History, extent_sums
 from holdfast.sync.weights.version_store import VersionStore
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterator, Mapping
 
-    from holdfast.boxes import Box
     from holdfast.coordination.deadline import Deadline
     from holdfast.sync.protocol import PublisherOptions
     from holdfast.sync.session.channel import Channels
@@ -92,8 +89,6 @@ class LinkedPublishing:
         self._agreement = WeightsAgreement(
             self._group, self._captures, bucket_bytes=options.bucket_bytes, refuses_unfit=not options.bypass_cpu
         )
-        self._history = History(full_every=options.anchor_every) if options.delta else None
-        self._history_lock = threading.Lock()
         self._offered: set[int] = set()
         if self._captures is not None:
             self._captures.join()
@@ -116,12 +111,9 @@ class LinkedPublishing:
             raise
         receivers = lost = 0
         encoded = msgspec.msgpack.encode(meta)
-        self._note_sums(version, cut)
         if self._store is None:
             _finish_writes(cut.pieces)
-            source = VersionSource(
-                version, cut.table, cut.digest, lambda: contextlib.nullcontext(cut.pieces), self._changes(version)
-            )
+            source = VersionSource(version, cut.table, cut.digest, lambda: contextlib.nullcontext(cut.pieces))
             offered = Offered(source, direct=True, deadline=deadline, unfit=cut.unfit, meta=encoded)
             receivers, lost = self._send(offered)
         else:
@@ -162,25 +154,6 @@ class LinkedPublishing:
             self._rendezvous.close()
         self._group.board.close()
 
-    def _note_sums(self, version: int, cut: CutWeights) -> None:
-        if self._history is not None:
-            with self._history_lock:
-                extents = self._history.extents(cut.table)
-            sums = extent_sums(extents, cut.pieces)
-            with self._history_lock:
-                self._history.record(version, cut.table, sums)
-
-    def _changes(self, version: int) -> Callable[[int | None], list[list[Box]] | None]:
-        history = self._history
-
-        def changed(base: int | None) -> list[list[Box]] | None:
-            if history is None or base is None:
-                return None
-            with self._history_lock:
-                return history.changed(version, base)
-
-        return changed
-
     # after --------------------------------------------------------------------------------------------------------
 
     def _send(self, offered: Offered) -> tuple[int, int]:
@@ -217,7 +190,7 @@ class LinkedPublishing:
 
         self._withdraw_evicted(store)
         self._offered.add(version)
-        source = VersionSource(version, cut.table, cut.digest, lease, self._changes(version))
+        source = VersionSource(version, cut.table, cut.digest, lease)
         self._server.offer(Offered(source, direct=False, deadline=deadline, meta=meta))
 
     def _withdraw_evicted(self, store: VersionStore) -> None:

@@ -10,7 +10,6 @@ Does not: decide who is a member or what a loss means (``session.coordinator``).
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -23,13 +22,11 @@ from holdfast.sync.session import messages
 from holdfast.sync.session.channel import SLOTS, bucket_memory
 from holdfast.sync.weights.buckets import itemsize_of, plan_buckets
 from holdfast.sync.weights.copy import BucketCopy
-from holdfast.sync.weights.delta import narrowed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
-    from holdfast.boxes import Box
     from holdfast.coordination.deadline import Deadline
     from holdfast.coordination.failure import RankFailure
     from holdfast.engine.messages import EngineMessage
@@ -58,15 +55,13 @@ class ChannelBroken(HoldfastError):
 class VersionSource:
     """One version on one publisher rank.
 
-    lease: context that provides the memory of each piece. changed: for each piece what differs from an earlier version,
-    None if everything is to be sent.
+    lease: context that provides the memory of each piece.
     """
 
     version: int
     table: tuple[Piece, ...]
     digest: str
     lease: Callable[[], AbstractContextManager[Sequence[Local]]]
-    changed: Callable[[int | None], list[list[Box]] | None]
 
 
 @dataclass(slots=True, eq=False)
@@ -186,7 +181,6 @@ class Sender:
         self._next_seq = 0
         self._is_open = False
         self._plans: OrderedDict[str, list[BucketCopy]] = OrderedDict()
-        self._deltas = itertools.count()
         self.bytes_sent = 0
 
     def send(self, session: SendSession, source: VersionSource) -> None:
@@ -231,8 +225,8 @@ class Sender:
             self._blocking(channel, lambda: channel.open(self._loop.patience()), session)
             self._is_open = True
         session.phase = "plan"
-        walks, called, bases = self._plan(session, source)
-        self._tell_plan(session, walks, called, bases)
+        walks, called = self._plan(session, source)
+        self._tell_plan(session, walks, called)
         first = self._next_seq
         self._next_seq += len(walks)
         for index, walk in enumerate(walks):
@@ -258,25 +252,17 @@ class Sender:
         session.check()
         return all(member.wants is not None for member in session.members)
 
-    def _plan(self, session: SendSession, source: VersionSource) -> tuple[list[BucketCopy], str, list[int | None]]:
-        """Return the buckets, their name, and for each member the version that they differ from."""
+    def _plan(self, session: SendSession, source: VersionSource) -> tuple[list[BucketCopy], str]:
+        """Return the buckets, and their name."""
         wants = [member.wants for member in session.members if member.wants is not None]
-        parts: list[Sequence[PieceBox]] = [member.guest.wants[1] for member in session.members]
-        bases: list[int | None] = []
-        for number, want in enumerate(wants):
-            changed = source.changed(want.base_version)
-            bases.append(None if changed is None else want.base_version)
-            parts[number] = narrowed(parts[number], changed)
+        parts = [member.guest.wants[1] for member in session.members]
         key = "/".join([source.digest, *(want.digest for want in wants)])
-        if any(base is not None for base in bases):
-            # Unique: no other version differs in the same way, not even one published under this number again.
-            return self._walks(source, parts), f"{key}/{next(self._deltas)}", bases
         if key not in self._plans:
             self._plans[key] = self._walks(source, parts)
             while len(self._plans) > _PLANS_KEPT:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(key)
-        return self._plans[key], key, bases
+        return self._plans[key], key
 
     def _walks(self, source: VersionSource, parts: Sequence[Sequence[PieceBox]]) -> list[BucketCopy]:
         return [BucketCopy(plan) for plan in plan_buckets(source.table, parts, self._worthwhile_bytes(source.table))]
@@ -290,9 +276,7 @@ class Sender:
         rows = [piece.sizes[-1] * itemsize_of(piece) for piece in table if len(piece.sizes) > 1]
         return min(self._bucket_bytes, max(SLOT_BUCKET_BYTES, *rows, 0))
 
-    def _tell_plan(
-        self, session: SendSession, walks: list[BucketCopy], called: str, bases: Sequence[int | None]
-    ) -> None:
+    def _tell_plan(self, session: SendSession, walks: list[BucketCopy], called: str) -> None:
         for member in session.members:
             digest = xxhash.xxh3_128_hexdigest(f"{member.number}/{called}".encode())
             buckets = None
@@ -303,7 +287,7 @@ class Sender:
                     if member.number in walk.plan.lane
                 )
                 member.guest.plan = digest
-            member.guest.link.send(messages.Plan(session.number, digest, buckets, bases[member.number]))
+            member.guest.link.send(messages.Plan(session.number, digest, buckets))
 
     def _send_bucket(
         self,
