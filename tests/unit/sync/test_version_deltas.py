@@ -387,6 +387,19 @@ def test_publisher_and_receivers_at_full_speed(tmp_path: Path, publisher: Publis
     assert not wrong
 
 
+def test_tensors_smaller_than_a_record_travel_whole(tmp_path: Path) -> None:
+    into = {"w": torch.zeros(3), "s": torch.tensor(0, dtype=torch.int64)}
+    with (
+        Publisher(ProcessGroupTransport(tmp_path / "meet"), delta="sparse", delta_bytes=1 << 30) as publisher,
+        receiver(tmp_path) as mine,
+    ):
+        for version in range(1, 5):
+            weights = {"w": torch.randn(3), "s": torch.tensor(version)}
+            publisher.publish(weights, version)
+            assert mine.receive(into, timeout=TIMEOUT_S) == version
+            assert same(into, weights)
+
+
 def test_within_a_host_nothing_is_encoded(tmp_path: Path) -> None:
     before = events.statistics()["sync_deltas_encoded"]
     into = zeros()

@@ -9,7 +9,7 @@ Guarantees: nothing waits for this but who asks for a delta, and that is bounded
 overwritten while there are others; if one is, its delta is dropped. What is kept was made of the bytes that the
 digests name.
 Assumes: versions of other layouts have no delta. Receivers verify what they make of it.
-Does not: decide whether a delta pays: who asks compares its size.
+Does not: know what of a version a receiver wants: a delta is of all that the rank has.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ class BlockDeltas:
                 self._folded[base, wanted] = known
                 for key in list(self._folded)[:-_FOLDED_MAX]:
                     del self._folded[key]
-        return msgspec.msgpack.encode(known)
+        encoded = msgspec.msgpack.encode(known)
+        return encoded if len(encoded) < data_bytes else b""  # else the bytes themselves are less
 
     def close(self, timeout_s: float) -> None:
         """End the thread; idempotent."""
@@ -165,8 +166,8 @@ class BlockDeltas:
             try:
                 if before is not None and before[2].digest == now[2].digest:
                     kept = self._encode(before, now)
-            except (HoldfastError, MemoryError) as error:
-                _log.warning("no delta leads to version %d: %s", now[0].version, error)
+            except Exception as error:  # noqa: BLE001 - nobody needs a delta, but who asks must not wait for a thread
+                _log.warning("no delta leads to version %d: %r", now[0].version, error)
             self._keep(now[0], kept, now[2].data_bytes)
             self._last = now
             if before is not None:
