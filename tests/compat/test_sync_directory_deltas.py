@@ -26,6 +26,7 @@ from holdfast.format import manifest as manifests
 from holdfast.storage.leases import being_read
 from holdfast.sync import DirectoryTransport, Publisher, Receiver
 from holdfast.sync.transports import deltas
+from holdfast.sync.weights.apply import CallbackTarget
 
 LARGE = 1 << 19
 """Elements of one tensor: two blocks of a record."""
@@ -118,6 +119,27 @@ def test_every_version_reads_as_if_it_were_whole(tmp_path: Path, kind: str) -> N
                 assert published.bytes_sent < LARGE
             weights = step(weights, version)
     assert chains(tmp_path) == {1: [], 2: [1], 3: [1, 2], 4: [1, 2, 3], 5: [], 6: [5], 7: [5, 6]}
+
+
+def test_a_function_gets_whole_tensors_and_no_more_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = publish(tmp_path, 3)
+    monkeypatch.setattr("holdfast.sync.transports.stored_receiving.BATCH_BYTES", 1)
+    got: dict[str, torch.Tensor] = {}
+    made: list[str] = []
+    real = CallbackTarget.memory
+
+    def memory(self: Any, name: str) -> torch.Tensor:
+        made.append(name)
+        return real(self, name)
+
+    def take(name: str, tensor: torch.Tensor) -> None:
+        assert len(set(made) - got.keys()) == 1, "one batch at a time"
+        got[name] = tensor
+
+    monkeypatch.setattr(CallbackTarget, "memory", memory)
+    with Receiver(DirectoryTransport(tmp_path)) as receiver:
+        assert receiver.receive(take, streaming=True) == 3
+    assert same(got, weights[-1])
 
 
 def test_a_state_of_a_delta_is_nested_as_that_of_its_anchor(tmp_path: Path) -> None:

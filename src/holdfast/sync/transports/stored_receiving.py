@@ -235,9 +235,7 @@ class DirectoryReceiving:
             stored = _below(source, prefix)
             attempt = "" if manifest is None else manifest.attempt
             names: Sequence[str] = self._selected(destination, source, stored)
-            for key in names if isinstance(source, ChainSource) else ():
-                destination.memory(key)
-            base = self._base_of(destination, source, version, attempt)
+            base = self._base_of(destination, source, names, Sighting(version, attempt))
             if isinstance(source, ChainSource) and base is not None:
                 left = bring_forward(destination, source, stored, names, base)
                 for key in set(names) - set(left):
@@ -257,14 +255,20 @@ class DirectoryReceiving:
             self._attempts[version] = attempt
             return meta, attempt
 
-    def _base_of(self, destination: Destination, source: CheckpointSource, version: int, attempt: str) -> int | None:
+    def _base_of(
+        self, destination: Destination, source: CheckpointSource, names: Sequence[str], fetched: Sighting
+    ) -> int | None:
         """Return the member of the chain that the destination's memory holds, if it holds one."""
-        if self._attempts.get(version, attempt) != attempt:  # another publisher's: what is held is no base
+        if self._attempts.get(fetched.version, fetched.origin) != fetched.origin:  # another publisher's: no base
             destination.forget()
             self._attempts.clear()
-        if not isinstance(source, ChainSource) or destination.base is None:
+        held = destination.base
+        if not isinstance(source, ChainSource) or held is None:
             return None
-        return source.number_of(self._attempts.get(destination.base, "none"))
+        for name in names:
+            destination.memory(name)
+        held = destination.base  # none, if memory was made anew
+        return None if held is None else source.number_of(self._attempts.get(held, "none"))
 
     def _opened(self, name: str, version: int) -> CheckpointSource:
         source, directory = self._open(name), self._storage.path(name)
