@@ -213,7 +213,8 @@ def test_nothing_grows(soak: Soak, tmp_path: Path, tried: Counter[str]) -> None:
     for name in ("descriptors", "threads", "processes", "resident_mib", "hidden", "entries"):
         found = [getattr(count, name) for count in counts]
         print(f"    {name}: {found[0]:.0f} at first, {min(found):.0f} to {max(found):.0f}, {found[-1]:.0f} at last")
-    assert (last.descriptors, last.threads, last.processes) == (first.descriptors, first.threads, first.processes)
+    assert (last.threads, last.processes) == (first.threads, first.processes)
+    assert last.descriptors <= first.descriptors  # what tests before this one have left may go meanwhile
     assert (last.hidden, last.entries) == (first.hidden, first.entries)
     assert last.resident_mib - first.resident_mib < soak.growth_mib
     assert sorted(os.listdir(root)) == sorted([".holdfast", *(f"step-{step}" for step in job.manager.steps())])
