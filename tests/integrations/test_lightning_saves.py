@@ -9,6 +9,7 @@ import pickle
 import shutil
 import signal
 import sys
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,7 +125,9 @@ def held() -> Iterator[None]:
 
 def spoil(path: Path) -> None:
     """Make what is being saved below ``path`` fail."""
-    attempts = list(path.glob(".*.incomplete"))
+    ends_s = time.monotonic() + 20.0
+    while not (attempts := list(path.glob(".*.incomplete"))) and time.monotonic() < ends_s:
+        time.sleep(0.005)  # it begins in the background
     assert attempts
     for attempt in attempts:
         shutil.rmtree(attempt)
