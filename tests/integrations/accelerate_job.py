@@ -130,8 +130,8 @@ def main() -> None:
     if handle is not None:
         handle.result(60)
     accelerator.end_training()
+    leave()
 
 
 if __name__ == "__main__":
     main()
-    leave()

@@ -98,7 +98,7 @@ def main() -> None:
     engine = make_engine(options.stage, options.dtype, options.seed)
     if options.refused:
         check_refused(engine, options.out)
-        return
+        leave()
     torch.manual_seed(100 + rank)
     config = holdfast.CheckpointConfig(every=3)
     theirs = options.out / "theirs"
@@ -120,8 +120,8 @@ def main() -> None:
                 manager.wait()
                 os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
+    leave()
 
 
 if __name__ == "__main__":
     main()
-    leave()

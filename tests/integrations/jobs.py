@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import signal
@@ -11,10 +12,13 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).parents[2]
 HASTE = {"RES_OPTIONS": "timeout:1 attempts:1"}
 """The host of a Store looks up the name of who connects. Where no name server answers that would take 5 s."""
+QUIET = {"PYTHONFAULTHANDLER": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""What is aborted as it hangs tells where."""
 _TAIL_CHARS = 6000
 
 
@@ -33,12 +37,14 @@ def run_script(
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env={**inherited, **HASTE, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        env={**inherited, **HASTE, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **QUIET},
     )
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGABRT)
+        for pid in [process.pid, *_children(process.pid)]:  # torchrun's ranks are in sessions of their own
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGABRT)
         output, _ = process.communicate(timeout=20)
         raise AssertionError(f"{script.name} had not ended after {timeout_s:g} s\n{output[-_TAIL_CHARS:]}") from None
     ended = "SIGKILL" in output or process.returncode == -signal.SIGKILL if killed else process.returncode == 0
@@ -47,11 +53,20 @@ def run_script(
     return subprocess.CompletedProcess(command, process.returncode, output, "")
 
 
-def leave() -> None:
+def _children(pid: int) -> list[int]:
+    """Return the processes below ``pid``."""
+    below = [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in path.read_text().split()]
+    return [*below, *(deeper for child in below for deeper in _children(child))]
+
+
+def leave() -> NoReturn:
     """End this process well: all that the interpreter does at its end, but for taking itself apart.
 
     Threads of gloo that ask for the interpreter's lock in that moment abort the process ("terminate called without an
     active exception"), also in jobs in which nothing of Holdfast runs. What Holdfast does at the end runs here too.
+
+    Call it last in the function that has the model: a DDP model that outlives its destroyed group takes the group apart
+    while it holds the interpreter's lock, and waits forever for a thread of gloo that wants it (torch 2.13).
     """
     threading._shutdown()
     atexit._run_exitfuncs()

@@ -169,8 +169,8 @@ def main() -> None:
     trainer.fit(model, ckpt_path=args.resume)
     if args.resave:
         trainer.save_checkpoint(args.out / "checkpoints" / "last.ckpt")
+    leave()
 
 
 if __name__ == "__main__":
     main()
-    leave()

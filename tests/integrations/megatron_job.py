@@ -176,8 +176,8 @@ def main() -> None:
     assert args.resume or strategy.cache.get_metadata_caching_status()[0]
     queue.close()
     dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
     main()
-    leave()

@@ -105,8 +105,8 @@ def main() -> None:
     queue.maybe_finalize_async_calls(blocking=True, no_dist=False)
     queue.close()
     dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
     main()
-    leave()

@@ -248,8 +248,8 @@ def main() -> None:
         if rank == 0:
             print(f"passed {name} {time.monotonic() - began:.1f} s", flush=True)
     dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
     main()
-    leave()

@@ -120,7 +120,7 @@ def main() -> None:
     queue = AsyncCallsQueue(timeout=100, patience=PATIENCE_S, sigterm_timeout=2)
     if how == "killed":
         play(with_a_function_at_work, queue)
-        return
+        leave()
     # What takes longer than patience lasts isn't silence.
     schedule(queue, PATIENCE_S + 2 if is_silent else 0.0)
     assert queue.maybe_finalize_async_calls(blocking=True) == [0]
@@ -129,8 +129,8 @@ def main() -> None:
     play(in_calls_that_do_not_block, queue)
     play(before_a_checkpoint_is_published, queue)
     play(while_one_is_published, queue)
+    leave()
 
 
 if __name__ == "__main__":
     main()
-    leave()

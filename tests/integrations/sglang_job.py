@@ -110,8 +110,8 @@ def main(directory: Path) -> None:
     worker.close()
     (directory / "result.json").write_text(json.dumps(result))
     dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    leave()

@@ -46,8 +46,8 @@ def main() -> None:
             if args.kill == progress["step"]:
                 manager.wait()
                 os.kill(os.getpid(), signal.SIGKILL)
+    leave()
 
 
 if __name__ == "__main__":
     main()
-    leave()

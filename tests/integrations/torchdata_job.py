@@ -77,6 +77,7 @@ def main() -> None:
                     manager.wait()
                     os.kill(os.getpid(), signal.SIGKILL)
             progress["epoch"] += 1
+    leave()
 
 
 def note(out: Path, rank: int, what: dict[str, object]) -> None:
@@ -97,4 +98,3 @@ def seen(out: Path) -> dict[int, list[int]]:
 
 if __name__ == "__main__":
     main()
-    leave()

@@ -115,8 +115,8 @@ def main() -> None:
     import torch
 
     torch.distributed.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
     main()
-    leave()

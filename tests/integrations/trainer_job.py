@@ -107,8 +107,8 @@ def main() -> None:
     )
     trainer.train(resume_from_checkpoint=True if args.resume == "auto" else args.resume)
     trainer.end()
+    leave()
 
 
 if __name__ == "__main__":
     main()
-    leave()

@@ -193,8 +193,8 @@ def main() -> None:
     if rank == 0:
         print("held", *(f"{seconds * 1000:.1f}" for seconds in held))
     dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
     main()
-    leave()
