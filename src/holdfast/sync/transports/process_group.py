@@ -129,6 +129,8 @@ class ProcessGroupTransport(LinkedTransport):
         process_group: the publisher ranks; None for the default group if there is one. Receivers need none.
         peer_timeout_s: seconds of silence after which a peer is given up.
         host: the address by which the other side reaches this host, if it isn't found automatically.
+        fan_out: for receivers: serve to others what was fetched, and bring from others what they have, so that the
+            publisher's link carries a version about once. Only with gloo.
     """
 
     def __init__(
@@ -140,10 +142,14 @@ class ProcessGroupTransport(LinkedTransport):
         *,
         peer_timeout_s: float = 30.0,
         host: str | None = None,
+        fan_out: bool = False,
     ) -> None:
         super().__init__(rendezvous, process_group=process_group, peer_timeout_s=peer_timeout_s, host=host)
         self._device = torch.device(device)
         self._backend = backend
+        self._fan_out = fan_out
+        if fan_out and backend != _GLOO:
+            raise ConfigError(f"receivers can't serve one another over {backend!r}; use gloo", field="fan_out")
         if backend == _GLOO:
             if self._device.type != "cpu":
                 raise ConfigError(f"gloo sends from host memory, not from {device}; give device='cpu'", field="device")
@@ -165,7 +171,9 @@ class ProcessGroupTransport(LinkedTransport):
     def receiving(self) -> Receiving:
         if self._backend != _GLOO:
             return super().receiving()
-        return BlockReceiving(rendezvous=self._rendezvous, peer_timeout_s=self._peer_timeout_s)
+        return BlockReceiving(
+            rendezvous=self._rendezvous, peer_timeout_s=self._peer_timeout_s, fan_out=self._fan_out, host=self._host
+        )
 
     def make_channels(self) -> Channels:
         return GroupChannels(self._backend, self._device, self._host)

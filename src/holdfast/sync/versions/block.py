@@ -397,12 +397,13 @@ class RankVersion:
 
     def check(self, extent: int) -> None:
         """Raise `CheckpointCorrupt` unless the bytes of an extent have their checksum."""
-        if not self._is_right(extent):
+        if not self.is_right(extent):
             start = HEADER_BYTES + extent * EXTENT_BYTES
             end = min(start + EXTENT_BYTES, HEADER_BYTES + self.layout.data_bytes)
             raise self._corrupt("bytes have another checksum than when they were published", start, end)
 
-    def _is_right(self, extent: int) -> bool:
+    def is_right(self, extent: int) -> bool:
+        """Return True if the bytes of an extent have their checksum."""
         start = HEADER_BYTES + extent * EXTENT_BYTES
         end = min(start + EXTENT_BYTES, HEADER_BYTES + self.layout.data_bytes)
         return xxhash.xxh3_64_intdigest(self.block.bytes_between(start, end)) == int(self.sums[extent])
@@ -411,7 +412,7 @@ class RankVersion:
         """Return jobs that check these extents, and bring those that aren't here."""
 
         def check(some: Sequence[int]) -> None:
-            lacking = [extent for extent in some if not (self.block.has(extent) and self._is_right(extent))]
+            lacking = [extent for extent in some if not (self.block.has(extent) and self.is_right(extent))]
             for first, last in _runs(lacking):
                 end = min((last + 1) * EXTENT_BYTES, self.layout.data_bytes)
                 self.block.bring(HEADER_BYTES + first * EXTENT_BYTES, HEADER_BYTES + end)

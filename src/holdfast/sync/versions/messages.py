@@ -4,8 +4,8 @@
     rank -> receiver          News (to who watches), and to each Lease: Granted, with a `BlockFile` before it if the
                               receiver hasn't got that block's memory yet, or LeaseRefused
 
-Over a network a receiver hasn't got the memory: it reads what it wants of it with `ReadRanges`. Within a host nothing
-is sent for the bytes of a version.
+Over a network a receiver hasn't got the memory: it reads what it wants of it with `ReadRanges`, on connections of their
+own, or from another receiver, with `ReadHeld`. Within a host nothing is sent for the bytes of a version.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ class PublisherPlaces(msgspec.Struct, frozen=True, array_like=True, tag="blocks"
 
 
 class Introduce(EngineMessage, frozen=True):
-    """First message of a receiver."""
+    """First message of a receiver. serves: where it serves other receivers, if it does."""
 
     receiver: str
     token: str
+    serves: RankPlace | None = None
 
 
 class AskNews(EngineMessage, frozen=True):
@@ -102,6 +103,46 @@ class ReadDelta(EngineMessage, frozen=True):
     digest: bytes
 
 
+class AskSource(EngineMessage, frozen=True):
+    """On such a connection, of a receiver that serves others: ask from where to bring more (``versions.fanout``).
+
+    lacking: extents, as bits. Answered by 8 bytes that say how many follow: a `HeldRun`, encoded; 0 for "not yet".
+    """
+
+    version: int
+    digest: bytes
+    lacking: bytes
+    waited_s: float
+
+
+class Brought(EngineMessage, frozen=True):
+    """On such a connection: what came of run ``number``, and which extents are here now, as bits.
+
+    Answered by a byte.
+    """
+
+    version: int
+    digest: bytes
+    number: int
+    here: bytes
+    outcome: int
+
+
+# receiver -> receiver --------------------------------------------------------------------------------------------
+
+
+class ReadHeld(EngineMessage, frozen=True):
+    """Ask a receiver for bytes ``start`` to ``end`` of the block that has this digest.
+
+    Answered by a byte, 1 if it has all that, and then the bytes.
+    """
+
+    token: str
+    digest: bytes
+    start: int
+    end: int
+
+
 # rank -> receiver ------------------------------------------------------------------------------------------------
 
 
@@ -143,8 +184,19 @@ class LeaseRefused(EngineMessage, frozen=True):
     reason: RankFailure
 
 
-ToRank = Introduce | AskNews | TakeLease | GiveBack | ReadRanges | ReadDelta
-Read = ReadRanges | ReadDelta
+class HeldRun(msgspec.Struct, frozen=True, array_like=True):
+    """Extents to bring: from a receiver, or from the publisher rank if ``place`` is None."""
+
+    number: int
+    start: int
+    end: int
+    holder: str
+    place: RankPlace | None
+
+
+Read = ReadRanges | ReadDelta | AskSource | Brought
+ToRank = Introduce | AskNews | TakeLease | GiveBack | Read
+ToHolder = ReadHeld
 FromRank = News | BlockFile | Granted | LeaseRefused
 
-prepare_decoding(PublisherPlaces, VersionRecord, ToRank, FromRank, Read)
+prepare_decoding(PublisherPlaces, VersionRecord, ToRank, FromRank, Read, ToHolder, HeldRun)

@@ -12,12 +12,8 @@ Does not: decide what to bring (``versions.receiving``).
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import select
-import socket
 import threading
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -26,15 +22,15 @@ import msgspec
 from holdfast import _torch_compat as compat
 from holdfast import events
 from holdfast.cores import take_turns
-from holdfast.engine.wire import encode
-from holdfast.errors import CheckpointCorrupt, ConfigError, HoldfastError, PeerLost, VersionRevoked
+from holdfast.errors import CheckpointCorrupt, ConfigError, VersionRevoked
 from holdfast.format import sparse
 from holdfast.format.manifest import EXTENT_BYTES
 from holdfast.staging.image import Image
 from holdfast.sync.versions import messages
 from holdfast.sync.versions.block import HEADER_BYTES
 from holdfast.sync.versions.deltas import decode_records, runs_of
-from holdfast.sync.versions.serving import DELTA_HEAD_BYTES, connect_to, send_all
+from holdfast.sync.versions.reads import ReadConnections
+from holdfast.sync.versions.serving import connect_to
 from holdfast.sync.weights.pieces import copy_threads
 
 if TYPE_CHECKING:
@@ -45,40 +41,53 @@ if TYPE_CHECKING:
     from holdfast.sync.versions.block import BlockLayout, HeldExtents
     from holdfast.sync.versions.books import VersionKey
     from holdfast.sync.versions.deltas import BlockRun
+    from holdfast.sync.versions.peers import HeldBytes, HeldMirrors
 
 _log = logging.getLogger("holdfast")
 
 _CONNECT_S: Final = 5.0
-_SLICE_S: Final = 0.2
+_HELD_RUN_MAX: Final = 1 << 16
 _KEPT: Final = 2
 """Mirrors of a rank that are kept warm: one with what was fetched, one for what is being fetched."""
 
 
 class RankReader:
-    """Connections to one publisher rank, on which ranges are read; thread-safe."""
+    """Reads of one publisher rank, and mirrors of its blocks that are kept warm; thread-safe.
+
+    held: tells other receivers what is in the mirrors, if this one serves them.
+    """
 
     def __init__(
-        self, rank: int, place: messages.RankPlace, introduce: messages.Introduce, *, peer_timeout_s: float
+        self,
+        rank: int,
+        place: messages.RankPlace,
+        introduce: messages.Introduce,
+        *,
+        peer_timeout_s: float,
+        held: HeldMirrors | None = None,
     ) -> None:
-        self._rank = rank
-        self._place = place
-        self._introduce = introduce
-        self._peer_timeout_s = peer_timeout_s
+        self.held = held
         self._lock = threading.Lock()
-        self._free: list[socket.socket] = []
-        self._all: set[socket.socket] = set()
         self._mirrors: list[tuple[Image, HeldExtents | None]] = []
-        self._closed = False
+        self._connections = ReadConnections(
+            f"publisher rank {rank}",
+            lambda: connect_to(place, _CONNECT_S),
+            introduce,
+            peer_timeout_s=peer_timeout_s,
+        )
 
     def take(self, nbytes: int) -> tuple[Image, HeldExtents | None]:
         """Return memory for a mirror of so many bytes, and what it holds: the newest, if there is any."""
         with self._lock:
             fitting = [row for row in self._mirrors if row[0].nbytes == nbytes]
-            if fitting:
-                found = max(fitting, key=lambda row: -1 if row[1] is None else row[1].key.version)
+            found = max(fitting, key=lambda row: -1 if row[1] is None else row[1].key.version, default=None)
+            if found is not None:
                 self._mirrors.remove(found)
-                return found
-        return Image(nbytes), None
+        if found is None:
+            return Image(nbytes), None
+        if self.held is not None:
+            self.held.withdraw(found[0])
+        return found
 
     def keep(self, image: Image, holds: HeldExtents | None) -> None:
         """Take back the memory of a mirror."""
@@ -86,107 +95,47 @@ class RankReader:
             self._mirrors.append((image, holds))
             gone = self._mirrors[:-_KEPT]
             del self._mirrors[:-_KEPT]
-        for old, _ in gone:
-            old.close()
+        self._let_go(gone)
 
     def read(self, asked: messages.ReadRanges, into: list[memoryview], check: Callable[[], None], version: int) -> bool:
         """Read the ranges; return False if the block was not of that epoch. check: may raise, to end it."""
         said = bytearray(1)
-        with self._asking(asked, version) as sock:
+        with self._connections.asking(asked, version) as sock:
             for memory in (*into, memoryview(said)):
-                self._receive(sock, memory, check, version)
+                self._connections.receive(sock, memory, check, version)
         events.count("sync_bytes_brought", sum(map(len, into)))
         return bool(said[0])
 
     def read_delta(self, asked: messages.ReadDelta, most: int, check: Callable[[], None]) -> bytes:
         """Read what leads from one version to another; empty if the rank has nothing of at most ``most`` bytes."""
-        head = bytearray(DELTA_HEAD_BYTES)
-        found = bytearray()
-        with self._asking(asked, asked.version) as sock:
-            self._receive(sock, memoryview(head), check, asked.version)
-            nbytes = int.from_bytes(head, "little")
-            if nbytes > most:
-                raise self._lost(f"it announced a delta of {nbytes} bytes to {most}", asked.version)
-            found = bytearray(nbytes)
-            self._receive(sock, memoryview(found), check, asked.version)
-        events.count("sync_bytes_brought", nbytes)
-        return bytes(found)
+        with self._connections.asking(asked, asked.version) as sock:
+            found = self._connections.receive_sized(sock, most, check, asked.version)
+        events.count("sync_bytes_brought", len(found))
+        return found
 
-    @contextlib.contextmanager
-    def _asking(self, asked: messages.Read, version: int) -> Iterator[socket.socket]:
-        """Yield a connection on which ``asked`` was sent; it is free afterwards, or gone with an error."""
-        sock = self._connection(version)
-        try:
-            send_all(sock, bytes(encode(asked)), self._peer_timeout_s)
-            yield sock
-        except BaseException as error:
-            self._drop(sock)
-            if isinstance(error, OSError) and not isinstance(error, HoldfastError):
-                raise self._lost(f"its connection broke ({error.strerror or error})", version) from error
-            raise
-        with self._lock:
-            self._free.append(sock)
+    def ask_source(self, asked: messages.AskSource, check: Callable[[], None]) -> messages.HeldRun | None:
+        """Return from where to bring more; None if there is nothing yet."""
+        with self._connections.asking(asked, asked.version) as sock:
+            found = self._connections.receive_sized(sock, _HELD_RUN_MAX, check, asked.version)
+        return msgspec.msgpack.decode(found, type=messages.HeldRun) if found else None
+
+    def tell(self, brought: messages.Brought, check: Callable[[], None]) -> None:
+        """Tell the rank what came of a run."""
+        with self._connections.asking(brought, brought.version) as sock:
+            self._connections.receive(sock, memoryview(bytearray(1)), check, brought.version)
 
     def close(self) -> None:
         """End all connections, and all reads; idempotent."""
+        self._connections.close()
         with self._lock:
-            self._closed = True
-            socks = list(self._all)
             mirrors, self._mirrors = self._mirrors, []
-        for sock in socks:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-            if sock in self._free:
-                sock.close()
+        self._let_go(mirrors)
+
+    def _let_go(self, mirrors: Sequence[tuple[Image, HeldExtents | None]]) -> None:
         for image, _ in mirrors:
+            if self.held is not None:
+                self.held.withdraw(image)
             image.close()
-
-    def _connection(self, version: int) -> socket.socket:
-        with self._lock:
-            if self._free:
-                return self._free.pop()
-        try:
-            sock = connect_to(self._place, _CONNECT_S)
-        except OSError as error:
-            raise self._lost(f"it can't be reached ({error.strerror or error})", version) from error
-        sock.settimeout(0.0)
-        with self._lock:
-            self._all.add(sock)
-        try:
-            send_all(sock, bytes(encode(self._introduce)), self._peer_timeout_s)
-        except OSError as error:
-            self._drop(sock)
-            raise self._lost(f"its connection broke ({error.strerror or error})", version) from error
-        return sock
-
-    def _receive(self, sock: socket.socket, memory: memoryview, check: Callable[[], None], version: int) -> None:
-        waiter, silent_s = select.poll(), time.monotonic()
-        waiter.register(sock, select.POLLIN)
-        while memory:
-            try:
-                count = sock.recv_into(memory)
-            except (BlockingIOError, InterruptedError):
-                check()
-                if not waiter.poll(_SLICE_S * 1000) and time.monotonic() - silent_s > self._peer_timeout_s:
-                    raise self._lost(f"it sent nothing for {self._peer_timeout_s:g} s", version) from None
-                continue
-            if not count:
-                raise self._lost("its connection ended", version)
-            memory, silent_s = memory[count:], time.monotonic()
-
-    def _drop(self, sock: socket.socket) -> None:
-        with self._lock:
-            self._all.discard(sock)
-        sock.close()
-
-    def _lost(self, why: str, version: int) -> PeerLost:
-        return PeerLost(
-            f"publisher rank {self._rank} was lost while it sent version {version}: {why}. Receive again when a "
-            "publisher is there",
-            peer=f"publisher rank {self._rank}",
-            phase="transfer",
-            version=version,
-        )
 
 
 class MirrorBlock:
@@ -197,7 +146,7 @@ class MirrorBlock:
     def __init__(self, reader: RankReader, granted: messages.Granted, version: int, check: Callable[[], None]) -> None:
         self.nbytes = granted.nbytes
         self.epoch = granted.epoch
-        self._reader = reader
+        self.reader = reader
         self._granted = granted
         self._version = version
         self._check = check
@@ -212,7 +161,7 @@ class MirrorBlock:
 
     def bring(self, start: int, end: int) -> None:
         asked = messages.ReadRanges(self._granted.block, self._granted.epoch, ((start, end),))
-        if not self._reader.read(asked, [self._memory[start:end]], self._check, self._version):
+        if not self.reader.read(asked, [self._memory[start:end]], self._check, self._version):
             raise VersionRevoked(
                 f"version {self._version} is gone: the publisher needed its memory while it was read. Fetch a version "
                 "again; raise keep_versions if that happens often",
@@ -222,7 +171,7 @@ class MirrorBlock:
     def refresh(self) -> None:
         """Ask the publisher if the block is as it was; set `epoch` to none of its epochs if not."""
         asked = messages.ReadRanges(self._granted.block, self._granted.epoch, ())
-        if not self._reader.read(asked, [], self._check, self._version):
+        if not self.reader.read(asked, [], self._check, self._version):
             self.epoch = -1
 
     def bring_forward(self, layout: BlockLayout, key: VersionKey, extents: Sequence[int]) -> None:
@@ -241,7 +190,7 @@ class MirrorBlock:
     def _patch(self, layout: BlockLayout, base: VersionKey, key: VersionKey, here: frozenset[int]) -> bool:
         """Apply the delta to the extents that are here; return False if there is none."""
         asked = messages.ReadDelta(*base, *key)
-        encoded = self._reader.read_delta(asked, layout.data_bytes, self._check)
+        encoded = self.reader.read_delta(asked, layout.data_bytes, self._check)
         if not encoded:
             return False
         events.count("sync_deltas_applied")
@@ -268,7 +217,17 @@ class MirrorBlock:
     def has(self, extent: int) -> bool:
         return extent in self._here
 
+    @property
+    def is_shared(self) -> bool:
+        """Return True if this receiver serves others, and brings from them."""
+        return self.reader.held is not None
+
+    def offer(self, digest: bytes) -> HeldBytes | None:
+        """Let other receivers read what is noted to be here, until the memory is used for something else."""
+        held = self.reader.held
+        return None if held is None or self._image is None else held.offer(digest, self._image)
+
     def let_go(self, holds: HeldExtents | None) -> None:
         image, self._image = self._image, None
         if image is not None:
-            self._reader.keep(image, holds)
+            self.reader.keep(image, holds)

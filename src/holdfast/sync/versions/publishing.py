@@ -148,6 +148,7 @@ class BlockPublishing:
             with self._served.lock:
                 self._served.books.abort(version)
                 self._served.layouts.pop(version, None)
+                self._served.forget_but(self._served.layouts.keys())
             raise
         with self._served.lock:
             self._served.books.publish(version)
@@ -297,9 +298,8 @@ class BlockPublishing:
 
     def _forget_evicted(self) -> None:
         kept = self._served.books.versions
-        for known in (self._served.layouts, self._records):
-            for version in [version for version in known if version not in kept]:
-                del known[version]
+        self._served.forget_but(kept)
+        self._records = {version: record for version, record in self._records.items() if version in kept}
 
     def _renew_news(self) -> None:
         if self._rendezvous is not None:

@@ -50,6 +50,7 @@ from holdfast.sync.versions import messages
 from holdfast.sync.versions.block import BlockLayout, HeldExtents, MappedBlock, RankVersion, ReadableBlock
 from holdfast.sync.versions.books import VersionKey
 from holdfast.sync.versions.mirror import MirrorBlock, RankReader
+from holdfast.sync.versions.peers import HeldMirrors, SharedFetch, bring_shared
 from holdfast.sync.versions.serving import connect_to, is_gone
 from holdfast.sync.weights.apply import twins_differ
 from holdfast.sync.weights.pieces import Local, copy_all, copy_threads, global_rank, places_of
@@ -247,8 +248,16 @@ class _SelectedParts(NamedTuple):
 class RankConnections:
     """This receiver's connections to all ranks of one publisher, and the blocks that it has mapped."""
 
-    def __init__(self, places: messages.PublisherPlaces, deadline: Deadline, *, peer_timeout_s: float) -> None:
-        """Connect. Raises `PeerLost` if a rank is gone."""
+    def __init__(
+        self,
+        places: messages.PublisherPlaces,
+        deadline: Deadline,
+        *,
+        peer_timeout_s: float,
+        serve: bool = False,
+        host: str | None = None,
+    ) -> None:
+        """Connect. serve: to other receivers, at ``host``, what was fetched. Raises `PeerLost` if a rank is gone."""
         self.places = places
         self._readers: list[RankReader | None] = []
         self._loop = EventLoop()
@@ -261,8 +270,11 @@ class RankConnections:
         self._returned: deque[tuple[int, messages.Granted]] = deque()
         """Leases to give back; by whoever may send next."""
         self.selections: dict[tuple[bytes, ...], _SelectedParts] = {}
+        self._held: HeldMirrors | None = None
         name = _name()
         try:
+            if serve:
+                self._held = HeldMirrors(places.token, host, peer_timeout_s=peer_timeout_s)
             for rank, place in enumerate(places.ranks):
                 try:
                     sock = connect_to(place, min(_CONNECT_S, deadline.left_s()))
@@ -272,9 +284,10 @@ class RankConnections:
                 link = Link(sock, f"publisher rank {rank}", messages.FromRank)
                 self._loop.add(link)
                 self._links.append(link)
-                introduce = messages.Introduce(name, places.token)
+                serves = None if self._held is None else self._held.place
+                introduce = messages.Introduce(name, places.token, serves)
                 link.send(introduce)
-                reader = RankReader(rank, place, introduce, peer_timeout_s=peer_timeout_s)
+                reader = RankReader(rank, place, introduce, peer_timeout_s=peer_timeout_s, held=self._held)
                 self._readers.append(None if place.path else reader)
         except BaseException:
             self.close()
@@ -285,6 +298,8 @@ class RankConnections:
 
     def close(self) -> None:
         self._loop.close()
+        if self._held is not None:
+            self._held.close()
         for reader in self._readers:
             if reader is not None:
                 reader.close()
@@ -403,7 +418,12 @@ class RankConnections:
 class BlockReceiving:
     """See the module; implements `Receiving`."""
 
-    def __init__(self, *, rendezvous: Any, peer_timeout_s: float) -> None:
+    def __init__(
+        self, *, rendezvous: Any, peer_timeout_s: float, fan_out: bool = False, host: str | None = None
+    ) -> None:
+        """fan_out: serve other receivers what was fetched, at ``host``, and bring from them what they have."""
+        self._fan_out = fan_out
+        self._host = host
         self._rendezvous = open_rendezvous(rendezvous, hosting=False)
         self._peer_timeout_s = peer_timeout_s
         self._watch = PublisherWatch(self._rendezvous)
@@ -567,7 +587,9 @@ class BlockReceiving:
     def _connected(self, places: messages.PublisherPlaces, deadline: Deadline) -> RankConnections:
         if self._ranks is None or self._ranks.places != places:
             self._disconnect()
-            self._ranks = RankConnections(places, deadline, peer_timeout_s=self._peer_timeout_s)
+            self._ranks = RankConnections(
+                places, deadline, peer_timeout_s=self._peer_timeout_s, serve=self._fan_out, host=self._host
+            )
         return self._ranks
 
 
@@ -631,8 +653,16 @@ class FetchedBlocks:
         self.nbytes = selection.nbytes
         ranks = list(zip(versions, self._keys, selection.extents, strict=True))
         take_turns([partial(one.block.bring_forward, one.layout, key, some) for one, key, some in ranks], len(ranks))
-        jobs = [job for version, _, some in ranks for job in version.checks(some)]
-        take_turns([partial(_checked, job, check) for job in jobs], copy_threads())
+        shared = [
+            SharedFetch(one, one.block, key, some)
+            for one, key, some in ranks
+            if isinstance(one.block, MirrorBlock) and one.block.is_shared
+        ]
+        if shared:
+            bring_shared(shared, check, copy_threads())
+        else:
+            jobs = [job for version, _, some in ranks for job in version.checks(some)]
+            take_turns([partial(_checked, job, check) for job in jobs], copy_threads())
         self._holds = [HeldExtents(key, one.layout.digest, frozenset(some)) for one, key, some in ranks]
         self._check_epochs()
         self._check_twins(selection.wanted)

@@ -3,7 +3,8 @@
 Guarantees: a receiver that doesn't read what it is sent loses its connection, and with it its leases; nobody else
 notices. What receivers ask is answered by the books alone: no receiver can make the publisher wait.
 Assumes: `Served.lock` is held around each look into the books, by all threads.
-Receivers of other hosts read ranges of blocks, each on a thread of its own, straight from the blocks' memory.
+Receivers of other hosts read ranges of blocks, each on a thread of its own, straight from the blocks' memory; those
+that serve one another are told from whom to bring what (``versions.fanout``).
 Does not: write to blocks.
 """
 
@@ -13,7 +14,6 @@ import contextlib
 import errno
 import logging
 import os
-import select
 import socket
 import struct
 import threading
@@ -21,18 +21,21 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from holdfast import events
 from holdfast.coordination.deadline import Deadline
 from holdfast.coordination.failure import RankFailure
-from holdfast.engine.wire import Inbox
 from holdfast.errors import ConfigError, HoldfastError, StorageError
 from holdfast.sync.session.links import Ended, EventLoop, Link, connect
 from holdfast.sync.session.rendezvous import this_machine
 from holdfast.sync.versions import messages
 from holdfast.sync.versions.books import VersionKey
+from holdfast.sync.versions.fanout import FanOut, RunOutcome
+from holdfast.sync.versions.reads import ReadThreads, send_all, send_range, send_sized
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Collection, Iterator
 
     from holdfast.engine.messages import EngineMessage
     from holdfast.sync.versions.block import BlockLayout, BlockMemory
@@ -47,8 +50,6 @@ _QUEUED_MAX: Final = 4096
 _BACKLOG: Final = 1024
 _NAME_BYTES_MAX: Final = 100
 """Length of a socket's path, for which Linux has 108 bytes."""
-DELTA_HEAD_BYTES: Final = 8
-"""Say how many bytes of a delta follow."""
 _PEER: Final = struct.Struct("3i")
 """pid, uid and gid of a peer."""
 
@@ -67,6 +68,22 @@ class Served:
     """On rank 0: the versions that exist, ascending."""
     closed: threading.Event = field(default_factory=threading.Event)
     deltas: BlockDeltas | None = None
+    fan_outs: dict[VersionKey, FanOut] = field(default_factory=dict)
+    """Of versions that are kept, once a receiver has asked."""
+    places: dict[str, messages.RankPlace] = field(default_factory=dict)
+    """Where receivers that serve others listen."""
+
+    def fan_out_of(self, key: VersionKey) -> FanOut | None:
+        """Return who brings what of a version; None if it isn't kept. The caller holds the lock."""
+        layout = self.layouts.get(key.version)
+        if layout is not None and key not in self.fan_outs:
+            self.fan_outs[key] = FanOut(layout.extents)
+        return None if layout is None else self.fan_outs[key]
+
+    def forget_but(self, versions: Collection[int]) -> None:
+        """Forget what is known of other versions than these. The caller holds the lock."""
+        self.layouts = {version: layout for version, layout in self.layouts.items() if version in versions}
+        self.fan_outs = {key: fan_out for key, fan_out in self.fan_outs.items() if key.version in versions}
 
     def has(self, block: int, epoch: int) -> bool:
         """Return True if that block still is of that epoch."""
@@ -101,8 +118,7 @@ class BlockServer:
         self._token = token
         self._served = served
         self._peer_timeout_s = peer_timeout_s
-        self._data: set[socket.socket] = set()
-        """Connections on which ranges are read, each with a thread of its own."""
+        self._reads = ReadThreads(messages.Read, self._answer_read, f"publisher rank {rank}")
         self._loop = EventLoop()
         self._loop.listen(sock)
         self._strangers: dict[Link, float] = {}
@@ -119,9 +135,7 @@ class BlockServer:
         """End all connections; idempotent."""
         self._stopping = True
         self._loop.wake()
-        for sock in list(self._data):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+        self._reads.close()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
@@ -159,6 +173,9 @@ class BlockServer:
         elif isinstance(message, messages.Introduce) and reader is None and message.token == self._token:
             self._strangers.pop(link, None)
             self._readers[link] = _LeaseHolder(message.receiver)
+            if message.serves is not None:
+                with self._served.lock:
+                    self._served.places[message.receiver] = message.serves
         elif reader is None:
             self._drop(link)
         elif isinstance(message, messages.AskNews):
@@ -168,9 +185,9 @@ class BlockServer:
                 reader.watches = True
         elif isinstance(message, messages.TakeLease):
             self._grant(link, reader, message)
-        elif isinstance(message, (messages.ReadRanges, messages.ReadDelta)):
+        elif isinstance(message, messages.Read):
             self._readers.pop(link)
-            self._serve_reads(self._loop.hand_over(link), reader.name, message)
+            self._reads.start(self._loop.hand_over(link), reader.name, message)
         elif isinstance(message, messages.GiveBack):
             with self._served.lock:
                 self._served.books.release(link, message.block, message.epoch)
@@ -201,32 +218,23 @@ class BlockServer:
             )
         )
 
-    def _serve_reads(self, sock: socket.socket, reader: str, first: messages.Read) -> None:
-        """Answer reads on a thread, which ends with the connection."""
-
-        def serve() -> None:
-            try:
-                asked: messages.Read | None = first
-                inbox: Inbox[messages.Read] = Inbox(sock, messages.Read)
-                while asked is not None and not self._stopping:
-                    if isinstance(asked, messages.ReadDelta):
-                        self._send_delta(sock, asked)
-                    else:
-                        self._send_ranges(sock, asked)
-                    asked = _next_read(sock, inbox, lambda: self._stopping)
-            except OSError as error:
-                if not self._stopping:
-                    _log.warning("receiver %s no longer reads from publisher rank %d: %s", reader, self._rank, error)
-            finally:
-                self._data.discard(sock)
-                sock.close()
-
-        self._data.add(sock)
-        try:
-            threading.Thread(target=serve, name=f"holdfast-versions-to-{reader}", daemon=True).start()
-        except RuntimeError:  # no more threads: it will ask again
-            self._data.discard(sock)
-            sock.close()
+    def _answer_read(self, sock: socket.socket, receiver: str, asked: messages.Read) -> None:
+        """Answer what is asked on a connection for reads, on its thread."""
+        match asked:
+            case messages.ReadRanges():
+                self._send_ranges(sock, asked)
+            case messages.ReadDelta():
+                self._send_delta(sock, asked)
+            case messages.AskSource():
+                self._send_source(sock, receiver, asked)
+            case messages.Brought():
+                key = VersionKey(asked.version, asked.digest)
+                with self._served.lock:
+                    fan_out = self._served.fan_out_of(key)
+                    if fan_out is not None:
+                        here = int.from_bytes(asked.here, "little")
+                        fan_out.brought(receiver, asked.number, here, RunOutcome(asked.outcome))
+                send_all(sock, b"\x01", self._peer_timeout_s)
 
     def _send_ranges(self, sock: socket.socket, asked: messages.ReadRanges) -> None:
         memory = self._served.memory_of(asked.block, asked.epoch)
@@ -251,9 +259,17 @@ class BlockServer:
         if deltas is not None and layout is not None:
             base, wanted = VersionKey(asked.base, asked.base_digest), VersionKey(asked.version, asked.digest)
             encoded = deltas.find(base, wanted, layout.data_bytes, lambda: self._stopping)
-        send_all(sock, len(encoded).to_bytes(DELTA_HEAD_BYTES, "little"), self._peer_timeout_s)
-        send_all(sock, encoded, self._peer_timeout_s)
+        send_sized(sock, encoded, self._peer_timeout_s)
         events.count("sync_bytes_sent", len(encoded))
+
+    def _send_source(self, sock: socket.socket, receiver: str, asked: messages.AskSource) -> None:
+        lacking, now_s = int.from_bytes(asked.lacking, "little"), time.monotonic()
+        with self._served.lock:
+            fan_out = self._served.fan_out_of(VersionKey(asked.version, asked.digest))
+            found = None if fan_out is None else fan_out.ask(receiver, lacking, asked.waited_s, now_s)
+            place = None if found is None else self._served.places.get(found.holder)
+        encoded = b"" if found is None else msgspec.msgpack.encode(messages.HeldRun(*found, place))
+        send_sized(sock, encoded, self._peer_timeout_s)
 
     def _tell_news(self) -> None:
         records = self._served.records
@@ -270,9 +286,13 @@ class BlockServer:
     def _drop(self, link: Link) -> None:
         self._loop.drop(link)
         self._strangers.pop(link, None)
-        if self._readers.pop(link, None) is not None:
+        reader = self._readers.pop(link, None)
+        if reader is not None:
             with self._served.lock:
                 self._served.books.forget(link)
+                self._served.places.pop(reader.name, None)
+                for fan_out in self._served.fan_outs.values():
+                    fan_out.forget(reader.name)
 
 
 def _is_same_user(sock: socket.socket) -> bool:
@@ -338,50 +358,6 @@ def connect_to(place: messages.RankPlace, timeout_s: float) -> socket.socket:
             ) from error
         raise
     return sock
-
-
-# Bytes ------------------------------------------------------------------------------------------------------------
-
-
-def send_range(sock: socket.socket, fd: int, start: int, end: int, timeout_s: float) -> None:
-    """Send a range of a file; raises `TimeoutError` if the other end takes nothing for so long, else `OSError`."""
-    while start < end:
-        try:
-            start += os.sendfile(sock.fileno(), fd, start, end - start)
-        except (BlockingIOError, InterruptedError):
-            _wait_writable(sock, timeout_s)
-
-
-def send_all(sock: socket.socket, data: bytes, timeout_s: float) -> None:
-    """Send bytes, as `send_range` does."""
-    rest = memoryview(data)
-    while rest:
-        try:
-            rest = rest[sock.send(rest) :]
-        except (BlockingIOError, InterruptedError):
-            _wait_writable(sock, timeout_s)
-
-
-def _wait_writable(sock: socket.socket, timeout_s: float) -> None:
-    waiter = select.poll()
-    waiter.register(sock, select.POLLOUT)
-    if not waiter.poll(timeout_s * 1000):
-        raise TimeoutError(f"it took nothing for {timeout_s:g} s")
-
-
-def _next_read(sock: socket.socket, inbox: Inbox[messages.Read], stopping: Callable[[], bool]) -> messages.Read | None:
-    """Wait for the next request on a connection; None once it has ended."""
-    waiter = select.poll()
-    waiter.register(sock, select.POLLIN)
-    while not stopping():
-        if not waiter.poll(_LOOK_S * 1000):
-            continue
-        found = inbox.receive()
-        if found is None:
-            return None
-        if found:
-            return found[0].message
-    return None
 
 
 def boot_id() -> str:

@@ -1,0 +1,330 @@
+"""Receivers serve one another: what a receiver has verified of a version, others bring from it.
+
+    ask the publisher rank from where (``versions.fanout``) -> bring a run -> verify it -> tell -> others bring it
+
+Guarantees: a run is verified by the publisher's checksums at each hop, and only then offered; it is read from the
+receiver's mirror, never from live tensors, and no longer offered once the mirror is used for something else. A
+receiver that is gone, silent, slow, or sends other bytes costs whoever asked it `_SILENT_S`, and is left out; the
+publisher has everything. Serving ends with `HeldMirrors.close`.
+Assumes: all receivers of a publisher trust one another with its weights: they share its token.
+Does not: bring deltas from others, or choose from whom to bring.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from holdfast import events
+from holdfast.cores import take_turns
+from holdfast.errors import PeerLost
+from holdfast.format.manifest import EXTENT_BYTES
+from holdfast.sync.session.links import EventLoop, listener
+from holdfast.sync.session.rendezvous import hosts_here, this_machine
+from holdfast.sync.versions import messages
+from holdfast.sync.versions.block import HEADER_BYTES
+from holdfast.sync.versions.fanout import RunOutcome, bits_between, patience_s
+from holdfast.sync.versions.reads import ReadConnections, ReadThreads, send_all, send_range
+from holdfast.sync.versions.serving import boot_id, connect_to
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from holdfast.staging.image import Image
+    from holdfast.sync.versions.block import RankVersion
+    from holdfast.sync.versions.books import VersionKey
+    from holdfast.sync.versions.mirror import MirrorBlock, RankReader
+
+_log = logging.getLogger("holdfast")
+_SILENT_S: Final = 2.0
+_LOOK_S: Final = 1.0
+_CLOSE_S: Final = 5.0
+_CONNECTIONS_MAX: Final = 256
+"""Others that may be connected to this receiver; more are turned away, and bring from elsewhere."""
+_OTHERS_KEPT: Final = 8
+"""Others to which connections are kept."""
+_SOON_S: Final = 0.002
+_LATEST_S: Final = 0.16
+"""Seconds until a receiver asks again: twice as long each time that there was nothing."""
+
+
+@dataclass(slots=True, eq=False)
+class HeldBytes:
+    """A mirror of a block that others may read. ``here``: extents that were verified, as bits."""
+
+    image: Image
+    here: int = 0
+
+
+class HeldMirrors:
+    """Serves what this receiver's mirrors hold to others, and reads from theirs, until `close`; thread-safe."""
+
+    def __init__(self, token: str, host: str | None, *, peer_timeout_s: float) -> None:
+        """Listen. token: of the publisher. host: the address of this host, None: all that it seems to have."""
+        self._token = token
+        self._peer_timeout_s = peer_timeout_s
+        self._lock = threading.Lock()
+        self._held: dict[bytes, HeldBytes] = {}
+        """By the digest of the block."""
+        self._others: OrderedDict[messages.RankPlace, ReadConnections] = OrderedDict()
+        self._closing = False
+        self._threads = ReadThreads(messages.ToHolder, self._answer, "this receiver")
+        sock = listener("")
+        self.place = messages.RankPlace("", boot_id(), hosts_here(host), sock.getsockname()[1], this_machine())
+        self._loop = EventLoop()
+        self._loop.listen(sock)
+        self._sock = sock
+        self._thread = threading.Thread(target=self._live, name="holdfast-versions-held", daemon=True)
+        self._thread.start()
+
+    def offer(self, digest: bytes, image: Image) -> HeldBytes:
+        """Let others read what is noted in the result to be in ``image``, the block of this digest; see `withdraw`."""
+        made = HeldBytes(image)
+        with self._lock:
+            self._held[digest] = made
+        return made
+
+    def withdraw(self, image: Image) -> None:
+        """Let nobody begin to read ``image``. Who does read it finds other bytes, by their checksums."""
+        with self._lock:
+            self._held = {digest: held for digest, held in self._held.items() if held.image is not image}
+
+    def read(
+        self, run: messages.HeldRun, key: VersionKey, start: int, memory: memoryview, check: Callable[[], None]
+    ) -> bool:
+        """Read bytes from ``start`` on from another receiver; return False if it hasn't got them. Raises `PeerLost`."""
+        version = key.version
+        assert run.place is not None
+        connections = self._connections(run.holder, run.place)
+        until_s = time.monotonic() + patience_s(run.end - run.start) + _SILENT_S
+
+        def check_time() -> None:
+            check()
+            if time.monotonic() > until_s:
+                raise connections.lost("it sent too slowly", version)
+
+        has = bytearray(1)
+        with connections.asking(
+            messages.ReadHeld(self._token, key.digest, start, start + len(memory)), version
+        ) as sock:
+            connections.receive(sock, memoryview(has), check_time, version)
+            if has[0]:
+                connections.receive(sock, memory, check_time, version)
+        if has[0]:
+            events.count("sync_bytes_from_receivers", len(memory))
+        return bool(has[0])
+
+    def close(self) -> None:
+        """End serving, and all reads; idempotent."""
+        self._closing = True
+        self._loop.wake()
+        self._threads.close()
+        with self._lock:
+            self._held, others = {}, list(self._others.values())
+            self._others.clear()
+        for connections in others:
+            connections.close()
+        self._thread.join(_CLOSE_S)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        try:
+            while not self._closing:
+                for sock in self._loop.hear(_LOOK_S):
+                    assert isinstance(sock, socket.socket)
+                    sock.settimeout(0.0)
+                    if len(self._threads) < _CONNECTIONS_MAX:
+                        self._threads.start(sock, "another receiver")
+                    else:
+                        sock.close()
+        finally:
+            self._loop.close()
+            self._sock.close()
+
+    def _answer(self, sock: socket.socket, _: str, asked: messages.ReadHeld) -> None:
+        if asked.token != self._token:
+            raise ConnectionError("it doesn't know this publisher's token")
+        fd = self._file_with(asked)
+        if fd is None:
+            send_all(sock, b"\x00", self._peer_timeout_s)
+            return
+        try:
+            send_all(sock, b"\x01", self._peer_timeout_s)
+            send_range(sock, fd, asked.start, asked.end, self._peer_timeout_s)
+        finally:
+            os.close(fd)
+        events.count("sync_bytes_served", asked.end - asked.start)
+
+    def _file_with(self, asked: messages.ReadHeld) -> int | None:
+        """Return a descriptor of the mirror that has what is asked for, for the caller to close."""
+        first, last = (asked.start - HEADER_BYTES) // EXTENT_BYTES, (asked.end - 1 - HEADER_BYTES) // EXTENT_BYTES
+        with self._lock:
+            held = self._held.get(asked.digest)
+            if held is None or not HEADER_BYTES <= asked.start < asked.end <= held.image.nbytes:
+                return None
+            wanted = bits_between(first, last + 1)
+            return os.dup(held.image.fd) if held.here & wanted == wanted else None
+
+    def _connections(self, holder: str, place: messages.RankPlace) -> ReadConnections:
+        with self._lock:
+            found = self._others.pop(place, None)
+            if found is None:
+                found = ReadConnections(
+                    f"receiver {holder}", lambda: connect_to(place, _SILENT_S), None, peer_timeout_s=_SILENT_S
+                )
+            self._others[place] = found
+            idle = [other for other, one in self._others.items() if one.is_idle and other != place]
+            gone = [self._others.pop(other) for other in idle[: max(0, len(self._others) - _OTHERS_KEPT)]]
+        for connections in gone:
+            connections.close()
+        return found
+
+
+class SharedFetch:
+    """Brings the wanted extents of one rank's version into its mirror, from whoever has them; thread-safe."""
+
+    def __init__(self, version: RankVersion, mirror: MirrorBlock, key: VersionKey, wanted: Sequence[int]) -> None:
+        self._version = version
+        self._mirror = mirror
+        self._reader: RankReader = mirror.reader
+        self._key = key
+        self._wanted = wanted
+        self._lock = threading.Lock()
+        self._asking = threading.Lock()
+        self._lacking = sum(1 << extent for extent in set(wanted))
+        self._doing = 0
+        self._here = 0
+        self._offered = mirror.offer(key.digest)
+        self._brought_s = time.monotonic()
+
+    @property
+    def is_done(self) -> bool:
+        """Return True if nothing is left to bring, but for what is being brought."""
+        with self._lock:
+            return not self._lacking & ~self._doing
+
+    def looks(self) -> list[Callable[[], None]]:
+        """Return jobs that verify what is here of the wanted extents already."""
+
+        def look(extents: Sequence[int]) -> None:
+            found = [extent for extent in extents if self._version.is_right(extent)]
+            self._has(sum(1 << extent for extent in found))
+
+        here = [extent for extent in self._wanted if self._mirror.has(extent)]
+        return [partial(look, here[at : at + _LOOKED_AT]) for at in range(0, len(here), _LOOKED_AT)]
+
+    def tell(self, check: Callable[[], None]) -> None:
+        """Tell the publisher rank what is here."""
+        self._tell(0, RunOutcome.HERE, check)
+
+    def bring_some(self, check: Callable[[], None]) -> bool:
+        """Bring a run that is lacking; return False if there is nothing to bring yet. check: may raise, to end it."""
+        run = self._next(check)
+        if run is None:
+            return False
+        bits = bits_between(run.start, run.end)
+        try:
+            outcome = self._bring(run, check)
+            if outcome == RunOutcome.HERE:
+                self._brought_s = time.monotonic()
+                self._has(bits)
+        finally:
+            with self._lock:
+                self._doing &= ~bits
+        self._tell(run.number, outcome, check)
+        return True
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _next(self, check: Callable[[], None]) -> messages.HeldRun | None:
+        with self._asking:
+            with self._lock:
+                lacking = self._lacking & ~self._doing
+            if not lacking:
+                return None
+            waited_s = time.monotonic() - self._brought_s
+            run = self._reader.ask_source(messages.AskSource(*self._key, _encode(lacking), waited_s), check)
+            if run is None:
+                return None
+            bits = bits_between(run.start, max(run.start, run.end))
+            if not bits or bits & lacking != bits:
+                raise PeerLost(
+                    f"{self._version.what}: it was told to bring extents {run.start} to {run.end}, which it doesn't "
+                    "lack. Use the same version of Holdfast on both sides",
+                    peer="the publisher",
+                    phase="transfer",
+                    version=self._key.version,
+                )
+            with self._lock:
+                self._doing |= bits
+            return run
+
+    def _bring(self, run: messages.HeldRun, check: Callable[[], None]) -> RunOutcome:
+        start = HEADER_BYTES + run.start * EXTENT_BYTES
+        end = HEADER_BYTES + min(run.end * EXTENT_BYTES, self._version.layout.data_bytes)
+        held = self._reader.held
+        if run.place is None or held is None:
+            self._mirror.bring(start, end)
+            for extent in range(run.start, run.end):
+                self._version.check(extent)
+            return RunOutcome.HERE
+        memory = self._mirror.bytes_between(start, end)
+        try:
+            if not held.read(run, self._key, start, memory, check):
+                return RunOutcome.GONE
+        except PeerLost as error:
+            _log.warning("%s; it is brought from elsewhere", error)
+            return RunOutcome.FAILED
+        if all(self._version.is_right(extent) for extent in range(run.start, run.end)):
+            return RunOutcome.HERE
+        _log.warning("receiver %s sent other bytes of %s than it has; left out", run.holder, self._version.what)
+        return RunOutcome.FAILED
+
+    def _has(self, bits: int) -> None:
+        with self._lock:
+            self._lacking &= ~bits
+            self._here |= bits
+            if self._offered is not None:
+                self._offered.here = self._here
+
+    def _tell(self, number: int, outcome: RunOutcome, check: Callable[[], None]) -> None:
+        with self._lock:
+            here = _encode(self._here)
+        self._reader.tell(messages.Brought(*self._key, number, here, int(outcome)), check)
+
+
+_LOOKED_AT: Final = 4
+
+
+def _encode(bits: int) -> bytes:
+    return bits.to_bytes(-(-bits.bit_length() // 8), "little")
+
+
+def bring_shared(fetches: Sequence[SharedFetch], check: Callable[[], None], threads: int) -> None:
+    """Bring what all of these lack, and verify it. check: called often; may raise, to end it.
+
+    Raises `PeerLost` of a publisher rank, `VersionRevoked`, `CheckpointCorrupt`.
+    """
+    take_turns([job for fetch in fetches for job in fetch.looks()], threads)
+    for fetch in fetches:
+        fetch.tell(check)
+
+    def bring(first: int) -> None:
+        pause_s, left = _SOON_S, [*fetches[first:], *fetches[:first]]
+        while left := [fetch for fetch in left if not fetch.is_done]:
+            check()
+            if any(fetch.bring_some(check) for fetch in left):
+                pause_s = _SOON_S
+            else:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LATEST_S)
+
+    take_turns([partial(bring, number % len(fetches)) for number in range(threads)], threads)
