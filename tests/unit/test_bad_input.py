@@ -311,6 +311,7 @@ def test_an_engine_that_is_killed_in_the_middle_of_a_save(run: Run) -> None:
     run.manager.wait_staged()
     while handle.stage not in ("persisting", "failed"):
         time.sleep(0.001)
+    time.sleep(0.5)  # until it was given the save: one that dies before is replaced, and the save succeeds
     os.kill(pid, signal.SIGKILL)
     error = handle.exception()
     assert isinstance(error, SaveFailed), f"{handle.stats}; stopped: {pid}; the engine is {engine_pid(run)} now"
