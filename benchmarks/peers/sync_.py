@@ -14,6 +14,7 @@ import torch.distributed as dist
 from benchmarks.contender import Contender
 from benchmarks.peers.raw import CHUNK_BYTES, THREADS, in_threads
 from benchmarks.state import Shared
+from holdfast import events
 from holdfast.sync import ProcessGroupTransport, Publisher, Receiver, SharedMemoryTransport
 
 if TYPE_CHECKING:
@@ -123,11 +124,12 @@ class Versions(Syncing):
     def bring(self) -> dict[str, float]:
         self._version += 1
         if self.rank == 0:
-            published = self._publisher.publish(self.mine, self._version, timeout=TIMEOUT_S)
-            return {"bytes_sent": float(published.bytes_sent)}
+            self._publisher.publish(self.mine, self._version, timeout=TIMEOUT_S)
+            return {"bytes_sent": 0.0}
+        before = events.statistics()["sync_bytes_brought"]
         received = self._receiver.receive(self.mine, timeout=TIMEOUT_S, streaming=self.streaming)
         assert received == self._version, f"received version {received}, expected {self._version}"
-        return {}
+        return {"bytes_sent": float(events.statistics()["sync_bytes_brought"] - before)}
 
     def close(self) -> None:
         if self.rank == 0:
