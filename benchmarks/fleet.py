@@ -48,8 +48,8 @@ def weights_of(nbytes: int) -> dict[str, torch.Tensor]:
 
 
 def transport_of(kind: str, place: str) -> Any:
-    if kind == "gloo":
-        return ProcessGroupTransport(place)
+    if kind in ("gloo", "gloo, fan-out"):
+        return ProcessGroupTransport(place, fan_out=kind != "gloo")
     if kind == "directory":
         return DirectoryTransport(Path(place) / "versions")
     return SharedMemoryTransport(place)
@@ -274,9 +274,11 @@ def report(results: dict[str, Any]) -> str:
         copy_s = median(found, "copy")
         row = [f"{median(found, name) / copy_s:.1f} ({median(found, name):.3f} s)" for name in ("broadcast", *kinds)]
         lines.append(f"| {count} | {copy_s:.3f} s | {' | '.join(row)} |")
-    lines.append("\nShared memory, in such copies: until `publish` returns, all have fetched, all have committed:\n")
+    lines.append(
+        f"\n{kinds[0].capitalize()}, in such copies: until `publish` returns, all have fetched, all have committed:\n"
+    )
     for count, found in results["fleet"].items():
-        phases = [median(found, "shared memory", name) for name in ("publish_s", "fetched_s", "all_s")]
+        phases = [median(found, kinds[0], name) for name in ("publish_s", "fetched_s", "all_s")]
         lines.append(f"- {count}: " + ", ".join(f"{phase / median(found, 'copy'):.2f}" for phase in phases))
     lines.append("\nReceivers beside a straggler, their time against that without it:\n")
     for kind, found in results["stragglers"].items():
@@ -305,7 +307,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--others", type=int, default=4)
-    parser.add_argument("--transports", nargs="+", default=["shared memory", "gloo", "directory"])
+    parser.add_argument("--transports", nargs="+", default=["shared memory", "gloo", "gloo, fan-out", "directory"])
     parser.add_argument("--port", type=int, default=29_650)
     args = parser.parse_args()
     if args.quick:
