@@ -35,6 +35,8 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Holdfast needs Python 3.10 or newer, this is " + sys.version)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) -c constraints.txt -e ".[demo,test,check,bench]"
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps nixl==1.5.1 nixl-cu12==1.5.1 2>/dev/null \
+	|| echo "no NIXL here: without its tests"
 	@touch $@
 
 demo: $(READY)

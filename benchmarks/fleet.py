@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,12 +34,20 @@ import torch
 import torch.distributed as dist
 
 from holdfast.errors import HoldfastError
-from holdfast.sync import DirectoryTransport, ProcessGroupTransport, Publisher, Receiver, SharedMemoryTransport
+from holdfast.sync import (
+    DirectoryTransport,
+    NixlTransport,
+    ProcessGroupTransport,
+    Publisher,
+    Receiver,
+    SharedMemoryTransport,
+)
 
 TIMEOUT_S: Final = 60.0
 TENSORS: Final = 32
 WARM: Final = 4
 """Rounds before those that count: blocks are made in the first ones."""
+KINDS: Final = ("shared memory", "gloo", "gloo, fan-out", "directory", *(["nixl"] if find_spec("nixl") else []))
 STRAGGLERS: Final = ("none", "stopped", "holding", "polling", "shape")
 
 
@@ -50,6 +59,8 @@ def weights_of(nbytes: int) -> dict[str, torch.Tensor]:
 def transport_of(kind: str, place: str) -> Any:
     if kind in ("gloo", "gloo, fan-out"):
         return ProcessGroupTransport(place, fan_out=kind != "gloo")
+    if kind in ("nixl", "nixl, fan-out"):
+        return NixlTransport(place, fan_out=kind != "nixl")
     if kind == "directory":
         return DirectoryTransport(Path(place) / "versions")
     return SharedMemoryTransport(place)
@@ -152,7 +163,7 @@ def child(*arguments: str) -> subprocess.Popen[str]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "UCX_LOG_FILE": "stderr"},
     )
 
 
@@ -307,7 +318,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--others", type=int, default=4)
-    parser.add_argument("--transports", nargs="+", default=["shared memory", "gloo", "gloo, fan-out", "directory"])
+    parser.add_argument("--transports", nargs="+", default=KINDS)
     parser.add_argument("--port", type=int, default=29_650)
     args = parser.parse_args()
     if args.quick:

@@ -22,7 +22,6 @@ from holdfast.errors import HoldfastError
 from holdfast.sync.publisher import Publisher
 from holdfast.sync.receiver import Receiver
 from holdfast.sync.session.links import Link
-from holdfast.sync.transports.nixl import NixlTransport
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
@@ -66,9 +65,7 @@ def end_at(word: str | None, number: int, sign: str) -> None:
 
 
 def transport_of(kind: str, place: str) -> Any:
-    if kind == "nixl":
-        os.environ.setdefault("UCX_LOG_FILE", "stderr")  # standard output is ours
-        return NixlTransport(place, peer_timeout_s=PEER_TIMEOUT_S)
+    assert kind == "slots"
     return SlotTransport(place, peer_timeout_s=PEER_TIMEOUT_S)
 
 

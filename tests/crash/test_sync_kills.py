@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,7 @@ from nursery import Child, Nursery
 from processes import free_port
 from sync_job import PEER_TIMEOUT_S, PUBLISH_S
 
-KINDS = [
-    "slots",
-    pytest.param("nixl", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")),
-]
+KINDS = ["slots"]
 LAST = 4
 PATIENCE_S = 45.0
 OF_RECEIVERS = ("Hello", "Ask", "Wants", "Taken", "Committed")

@@ -26,7 +26,7 @@ from holdfast.dtypes import ITEMSIZE
 TIMEOUT_S = 20.0
 NEEDS_NIXL = pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed: pip install 'holdfast[nixl]'")
 KINDS = ["shared memory", "gloo", pytest.param("nixl", marks=NEEDS_NIXL)]
-STAGED = ("shared memory", "gloo")
+STAGED = ("shared memory", "gloo", "nixl")
 """Kinds whose publishers wait for no receiver."""
 DTYPES = tuple(getattr(torch, name) for name in ITEMSIZE if hasattr(torch, name))
 """All that Holdfast stores, as far as this torch has them."""

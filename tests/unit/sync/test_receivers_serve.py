@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,24 @@ import holdfast
 from holdfast import events
 from holdfast.engine.wire import encode
 from holdfast.errors import ConfigError, PeerLost
-from holdfast.sync import ProcessGroupTransport, Publisher, Receiver
+from holdfast.sync import NixlTransport, ProcessGroupTransport, Publisher, Receiver
 from holdfast.sync.versions import messages, peers
 
 MIB = 1 << 20
 LEAVES = 24
+KINDS = {"gloo": ProcessGroupTransport, "nixl": NixlTransport}
+_kind = "gloo"
+
+
+@pytest.fixture(
+    params=["gloo", pytest.param("nixl", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="no NIXL"))],
+    autouse=True,
+)
+def kind(request: pytest.FixtureRequest) -> None:
+    global _kind
+    _kind = request.param
+
+
 TIMEOUT_S = 30.0
 
 
@@ -71,13 +85,14 @@ class Moved:
 
     def __call__(self) -> tuple[float, float]:
         before, self._before = self._before, events.statistics()
-        sent, served = (self._before[name] - before[name] for name in ("sync_bytes_sent", "sync_bytes_served"))
+        names = ("sync_bytes_brought", "sync_bytes_from_receivers")
+        sent, served = (self._before[name] - before[name] for name in names)
         return sent / NBYTES, served / NBYTES
 
 
 @pytest.fixture
 def publisher(tmp_path: Path) -> Iterator[Publisher]:
-    with Publisher(ProcessGroupTransport(tmp_path / "meet")) as found:
+    with Publisher(KINDS[_kind](tmp_path / "meet")) as found:
         yield found
 
 
@@ -86,7 +101,7 @@ def fleet(tmp_path: Path) -> Iterator[Callable[[int], list[Receiver]]]:
     made: list[Receiver] = []
 
     def make(count: int) -> list[Receiver]:
-        made.extend(Receiver(ProcessGroupTransport(tmp_path / "meet", fan_out=True)) for _ in range(count))
+        made.extend(Receiver(KINDS[_kind](tmp_path / "meet", fan_out=True)) for _ in range(count))
         return made[-count:]
 
     yield make
@@ -133,7 +148,7 @@ def test_parts_travel_once_too(tmp_path: Path, publisher: Publisher) -> None:
     moved = Moved()
     parts = [names[:16], names[8:], names[:16], names[8:]]
     into = [{name: torch.zeros(512, 512) for name in some} for some in parts]
-    receivers = [Receiver(ProcessGroupTransport(tmp_path / "meet", fan_out=True), include=some) for some in parts]
+    receivers = [Receiver(KINDS[_kind](tmp_path / "meet", fan_out=True), include=some) for some in parts]
     got = at_once([lambda one=one, to=to: one.receive(to) for one, to in zip(receivers, into, strict=True)])
     assert got == [1] * 4
     assert all(same(one, state(1)) for one in into)
@@ -181,8 +196,8 @@ class Hop:
     def __init__(self, tmp_path: Path) -> None:
         code = (
             "import sys, torch\n"
-            "from holdfast.sync import ProcessGroupTransport, Receiver\n"
-            "receiver = Receiver(ProcessGroupTransport(sys.argv[1], fan_out=True))\n"
+            f"from holdfast.sync import {KINDS[_kind].__name__} as Transport, Receiver\n"
+            "receiver = Receiver(Transport(sys.argv[1], fan_out=True))\n"
             f"into = {{f'w{{n}}': torch.zeros(512, 512) for n in range({LEAVES})}}\n"
             "print(receiver.receive(into, timeout=30), flush=True)\n"
             "sys.stdin.read()\n"
@@ -269,7 +284,7 @@ def test_who_does_not_know_the_token_is_sent_nothing(
 
 def test_deltas_and_receivers_that_serve(tmp_path: Path, fleet: Callable[[int], list[Receiver]]) -> None:
     weights = state(1)
-    with Publisher(ProcessGroupTransport(tmp_path / "meet"), delta="sparse") as publisher:
+    with Publisher(KINDS[_kind](tmp_path / "meet"), delta="sparse") as publisher:
         receivers, into = fleet(3), [zeros() for _ in range(3)]
         for version in range(1, 6):
             publisher.publish(weights, version)
@@ -283,7 +298,7 @@ def test_deltas_and_receivers_that_serve(tmp_path: Path, fleet: Callable[[int], 
 def test_one_without_fan_out_beside(
     tmp_path: Path, publisher: Publisher, fleet: Callable[[int], list[Receiver]]
 ) -> None:
-    with Receiver(ProcessGroupTransport(tmp_path / "meet")) as plain:
+    with Receiver(KINDS[_kind](tmp_path / "meet")) as plain:
         receivers = [plain, *fleet(2)]
         publisher.publish(state(1), 1)
         into = [zeros() for _ in range(3)]
@@ -304,7 +319,7 @@ def test_a_cancelled_fetch_ends_soon(publisher: Publisher, fleet: Callable[[int]
 
 
 def test_a_publisher_that_dies_is_lost_to_all(tmp_path: Path, fleet: Callable[[int], list[Receiver]]) -> None:
-    publisher = Publisher(ProcessGroupTransport(tmp_path / "meet"))
+    publisher = Publisher(KINDS[_kind](tmp_path / "meet"))
     publisher.publish(state(1), 1)
     first, second = fleet(2)
     first.receive(zeros())

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from holdfast.errors import (
     StateMismatch,
     VersionRevoked,
 )
-from holdfast.sync import ProcessGroupTransport, SharedMemoryTransport
+from holdfast.sync import NixlTransport, ProcessGroupTransport, SharedMemoryTransport
 from holdfast.sync.protocol import PublisherOptions
 from holdfast.sync.versions import messages
 from holdfast.sync.versions.block import HEADER_BYTES
@@ -77,7 +78,10 @@ class Sides:
         return made
 
 
-@pytest.fixture(params=[SharedMemoryTransport, ProcessGroupTransport])
+NIXL = pytest.param(NixlTransport, marks=pytest.mark.skipif(find_spec("nixl") is None, reason="no NIXL"))
+
+
+@pytest.fixture(params=[SharedMemoryTransport, ProcessGroupTransport, NIXL])
 def sides(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Sides]:
     made = Sides(tmp_path, request.param)
     yield made

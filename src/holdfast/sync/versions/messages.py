@@ -134,13 +134,15 @@ class Brought(EngineMessage, frozen=True):
 class ReadHeld(EngineMessage, frozen=True):
     """Ask a receiver for bytes ``start`` to ``end`` of the block that has this digest.
 
-    Answered by a byte, 1 if it has all that, and then the bytes.
+    Answered by a byte, 0 if it lacks some of that. After 1 the bytes follow. After 2, which may come if ``memory``:
+    what is needed to read its block without it (`MemoryReads.offer`), as 8 bytes that say how many follow, and these.
     """
 
     token: str
     digest: bytes
     start: int
     end: int
+    memory: bool = False
 
 
 # rank -> receiver ------------------------------------------------------------------------------------------------
@@ -166,7 +168,8 @@ class Granted(EngineMessage, frozen=True):
     """The lease that was asked for. The block has the version while the number at its start is ``epoch``.
 
     data_bytes: bytes of the pieces. layout_bytes, sums: what follows them: the encoded layout, and how many checksums.
-    nbytes: of the block. deltas: the rank may be asked for a delta to it.
+    nbytes: of the block. deltas: the rank may be asked for a delta to it. memory: what is needed to read the block
+    without the rank (`MemoryReads.offer`), if that can be.
     """
 
     number: int
@@ -177,6 +180,7 @@ class Granted(EngineMessage, frozen=True):
     sums: int
     nbytes: int
     deltas: bool = False
+    memory: bytes = b""
 
 
 class LeaseRefused(EngineMessage, frozen=True):

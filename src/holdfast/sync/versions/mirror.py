@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -22,14 +23,14 @@ import msgspec
 from holdfast import _torch_compat as compat
 from holdfast import events
 from holdfast.cores import take_turns
-from holdfast.errors import CheckpointCorrupt, ConfigError, VersionRevoked
+from holdfast.errors import CheckpointCorrupt, ConfigError, PeerLost, VersionRevoked
 from holdfast.format import sparse
 from holdfast.format.manifest import EXTENT_BYTES
 from holdfast.staging.image import Image
 from holdfast.sync.versions import messages
 from holdfast.sync.versions.block import HEADER_BYTES
 from holdfast.sync.versions.deltas import decode_records, runs_of
-from holdfast.sync.versions.reads import ReadConnections
+from holdfast.sync.versions.reads import MemoryReadFailed, ReadConnections
 from holdfast.sync.versions.serving import connect_to
 from holdfast.sync.weights.pieces import copy_threads
 
@@ -42,10 +43,12 @@ if TYPE_CHECKING:
     from holdfast.sync.versions.books import VersionKey
     from holdfast.sync.versions.deltas import BlockRun
     from holdfast.sync.versions.peers import HeldBytes, HeldMirrors
+    from holdfast.sync.versions.reads import MemoryReads
 
 _log = logging.getLogger("holdfast")
 
 _CONNECT_S: Final = 5.0
+_LOOK_S: Final = 1.0
 _HELD_RUN_MAX: Final = 1 << 16
 _KEPT: Final = 2
 """Mirrors of a rank that are kept warm: one with what was fetched, one for what is being fetched."""
@@ -65,8 +68,10 @@ class RankReader:
         *,
         peer_timeout_s: float,
         held: HeldMirrors | None = None,
+        memory_reads: MemoryReads | None = None,
     ) -> None:
         self.held = held
+        self.memory_reads = memory_reads
         self._lock = threading.Lock()
         self._mirrors: list[tuple[Image, HeldExtents | None]] = []
         self._connections = ReadConnections(
@@ -84,13 +89,19 @@ class RankReader:
             if found is not None:
                 self._mirrors.remove(found)
         if found is None:
-            return Image(nbytes), None
+            image = Image(nbytes)
+            if self.memory_reads is not None:
+                self.memory_reads.register(image.bytes_view)
+            return image, None
         if self.held is not None:
             self.held.withdraw(found[0])
         return found
 
     def keep(self, image: Image, holds: HeldExtents | None) -> None:
         """Take back the memory of a mirror."""
+        if self.memory_reads is not None and not self.memory_reads.is_quiet(image.bytes_view):
+            self._let_go([(image, None)])  # a read that was cut off may write to it yet
+            return
         with self._lock:
             self._mirrors.append((image, holds))
             gone = self._mirrors[:-_KEPT]
@@ -105,6 +116,17 @@ class RankReader:
                 self._connections.receive(sock, memory, check, version)
         events.count("sync_bytes_brought", sum(map(len, into)))
         return bool(said[0])
+
+    def read_memory(
+        self, offered: bytes, start: int, into: torch.Tensor, check: Callable[[], None], version: int
+    ) -> None:
+        """Read a block without its rank. check: as for `read`. Raises `PeerLost`."""
+        assert self.memory_reads is not None
+        try:
+            self.memory_reads.read(offered, start, into, check)
+        except MemoryReadFailed as error:
+            raise self._connections.lost(str(error), version) from error
+        events.count("sync_bytes_brought", into.numel())
 
     def read_delta(self, asked: messages.ReadDelta, most: int, check: Callable[[], None]) -> bytes:
         """Read what leads from one version to another; empty if the rank has nothing of at most ``most`` bytes."""
@@ -135,6 +157,8 @@ class RankReader:
         for image, _ in mirrors:
             if self.held is not None:
                 self.held.withdraw(image)
+            if self.memory_reads is not None:
+                self.memory_reads.deregister(image.bytes_view)
             image.close()
 
 
@@ -155,24 +179,50 @@ class MirrorBlock:
         self._here: frozenset[int] = frozenset()
         self.view: torch.Tensor = image.bytes_view
         self._memory = compat.host_memory(self.view)
+        self._asked_s = time.monotonic()
 
     def bytes_between(self, start: int, end: int) -> memoryview:
         return self._memory[start:end]
 
     def bring(self, start: int, end: int) -> None:
+        """Read these bytes: by TCP, or without the rank, which is then asked now and then if the block is as it was."""
+        if self._granted.memory and self.reader.memory_reads is not None:
+            self._look()
+            offered, into = self._granted.memory, self.view[start:end]
+            try:
+                self.reader.read_memory(offered, start, into, self._look, self._version)
+            except PeerLost:
+                self._refuse_if_gone()  # memory that was let go of can't be read
+                raise
+            return
         asked = messages.ReadRanges(self._granted.block, self._granted.epoch, ((start, end),))
         if not self.reader.read(asked, [self._memory[start:end]], self._check, self._version):
-            raise VersionRevoked(
-                f"version {self._version} is gone: the publisher needed its memory while it was read. Fetch a version "
-                "again; raise keep_versions if that happens often",
-                version=self._version,
-            )
+            raise self._gone()
 
     def refresh(self) -> None:
         """Ask the publisher if the block is as it was; set `epoch` to none of its epochs if not."""
         asked = messages.ReadRanges(self._granted.block, self._granted.epoch, ())
         if not self.reader.read(asked, [], self._check, self._version):
             self.epoch = -1
+
+    def _look(self) -> None:
+        """See, each second, if the rank still is there and has the version."""
+        self._check()
+        if time.monotonic() - self._asked_s > _LOOK_S:
+            self._refuse_if_gone()
+
+    def _refuse_if_gone(self) -> None:
+        self.refresh()
+        self._asked_s = time.monotonic()
+        if self.epoch != self._granted.epoch:
+            raise self._gone()
+
+    def _gone(self) -> VersionRevoked:
+        return VersionRevoked(
+            f"version {self._version} is gone: the publisher needed its memory while it was read. Fetch a version "
+            "again; raise keep_versions if that happens often",
+            version=self._version,
+        )
 
     def bring_forward(self, layout: BlockLayout, key: VersionKey, extents: Sequence[int]) -> None:
         """Make what is here of an earlier version this one, by what changed; extents that this made wrong are brought.

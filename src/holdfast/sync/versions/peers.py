@@ -22,6 +22,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+import torch
+
+from holdfast import _torch_compat as compat
 from holdfast import events
 from holdfast.cores import take_turns
 from holdfast.errors import PeerLost
@@ -31,7 +34,14 @@ from holdfast.sync.session.rendezvous import hosts_here, this_machine
 from holdfast.sync.versions import messages
 from holdfast.sync.versions.block import HEADER_BYTES
 from holdfast.sync.versions.fanout import RunOutcome, bits_between, patience_s
-from holdfast.sync.versions.reads import ReadConnections, ReadThreads, send_all, send_range
+from holdfast.sync.versions.reads import (
+    MemoryReadFailed,
+    ReadConnections,
+    ReadThreads,
+    send_all,
+    send_range,
+    sized,
+)
 from holdfast.sync.versions.serving import boot_id, connect_to
 
 if TYPE_CHECKING:
@@ -41,6 +51,7 @@ if TYPE_CHECKING:
     from holdfast.sync.versions.block import RankVersion
     from holdfast.sync.versions.books import VersionKey
     from holdfast.sync.versions.mirror import MirrorBlock, RankReader
+    from holdfast.sync.versions.reads import MemoryReads
 
 _log = logging.getLogger("holdfast")
 _SILENT_S: Final = 2.0
@@ -50,6 +61,11 @@ _CONNECTIONS_MAX: Final = 256
 """Others that may be connected to this receiver; more are turned away, and bring from elsewhere."""
 _OTHERS_KEPT: Final = 8
 """Others to which connections are kept."""
+_BYTES: Final = 1
+_OFFER: Final = 2
+"""What follows the answer to `ReadHeld`."""
+_OFFER_MAX: Final = 1 << 20
+_BUFFER_BYTES: Final = 16 << 20
 _SOON_S: Final = 0.002
 _LATEST_S: Final = 0.16
 """Seconds until a receiver asks again: twice as long each time that there was nothing."""
@@ -66,8 +82,14 @@ class HeldBytes:
 class HeldMirrors:
     """Serves what this receiver's mirrors hold to others, and reads from theirs, until `close`; thread-safe."""
 
-    def __init__(self, token: str, host: str | None, *, peer_timeout_s: float) -> None:
+    def __init__(
+        self, token: str, host: str | None, *, peer_timeout_s: float, memory_reads: MemoryReads | None = None
+    ) -> None:
         """Listen. token: of the publisher. host: the address of this host, None: all that it seems to have."""
+        self._memory_reads = memory_reads
+        self._buffers: list[torch.Tensor] = []
+        """Registered memory that is free. A read of another receiver may be cut off at any time, and go on writing:
+        what it brings is copied from here."""
         self._token = token
         self._peer_timeout_s = peer_timeout_s
         self._lock = threading.Lock()
@@ -110,13 +132,21 @@ class HeldMirrors:
             if time.monotonic() > until_s:
                 raise connections.lost("it sent too slowly", version)
 
-        has = bytearray(1)
-        with connections.asking(
-            messages.ReadHeld(self._token, key.digest, start, start + len(memory)), version
-        ) as sock:
+        has, offered = bytearray(1), b""
+        asked = messages.ReadHeld(
+            self._token, key.digest, start, start + len(memory), memory=self._memory_reads is not None
+        )
+        with connections.asking(asked, version) as sock:
             connections.receive(sock, memoryview(has), check_time, version)
-            if has[0]:
+            if has[0] == _BYTES:
                 connections.receive(sock, memory, check_time, version)
+            elif has[0] == _OFFER:
+                offered = connections.receive_sized(sock, _OFFER_MAX, check_time, version)
+        if offered:
+            try:
+                self._read_memory(offered, start, memory, check_time)
+            except MemoryReadFailed as error:
+                raise connections.lost(str(error), version) from error
         if has[0]:
             events.count("sync_bytes_from_receivers", len(memory))
         return bool(has[0])
@@ -134,6 +164,27 @@ class HeldMirrors:
         self._thread.join(_CLOSE_S)
 
     # ------------------------------------------------------------------------------------------------------------------
+
+    def _read_memory(self, offered: bytes, start: int, memory: memoryview, check: Callable[[], None]) -> None:
+        reads = self._memory_reads
+        assert reads is not None
+        with self._lock:
+            found = next((buffer for buffer in self._buffers if buffer.numel() >= len(memory)), None)
+            if found is not None:
+                self._buffers = [buffer for buffer in self._buffers if buffer is not found]
+        if found is None:
+            found = torch.empty(max(len(memory), _BUFFER_BYTES), dtype=torch.uint8)
+            reads.register(found)
+        try:
+            into = found[: len(memory)]
+            reads.read(offered, start, into, check)
+            memory[:] = compat.host_memory(into)
+        finally:
+            if reads.is_quiet(found):
+                with self._lock:
+                    self._buffers.append(found)
+            else:
+                reads.deregister(found)
 
     def _live(self) -> None:
         try:
@@ -157,8 +208,15 @@ class HeldMirrors:
             send_all(sock, b"\x00", self._peer_timeout_s)
             return
         try:
-            send_all(sock, b"\x01", self._peer_timeout_s)
-            send_range(sock, fd, asked.start, asked.end, self._peer_timeout_s)
+            if asked.memory and self._memory_reads is not None:
+                with self._lock:
+                    held = self._held.get(asked.digest)
+                offered = b"" if held is None else self._memory_reads.offer(held.image.bytes_view)
+                told = bytes([_OFFER]) + sized(offered) if offered else bytes(1)
+                send_all(sock, told, self._peer_timeout_s)  # at once: a second one would wait for an acknowledgement
+            else:
+                send_all(sock, bytes([_BYTES]), self._peer_timeout_s)
+                send_range(sock, fd, asked.start, asked.end, self._peer_timeout_s)
         finally:
             os.close(fd)
         events.count("sync_bytes_served", asked.end - asked.start)

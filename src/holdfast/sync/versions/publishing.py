@@ -33,7 +33,7 @@ from holdfast.sync.protocol import Published
 from holdfast.sync.session.links import listener
 from holdfast.sync.session.rendezvous import PLACES, hosts_here, open_rendezvous, this_machine
 from holdfast.sync.versions import messages
-from holdfast.sync.versions.block import BlockLayout, BlockMemory
+from holdfast.sync.versions.block import BlockLayout
 from holdfast.sync.versions.books import Books
 from holdfast.sync.versions.deltas import BlockDeltas
 from holdfast.sync.versions.serving import BlockServer, Served, boot_id, connect_to, listen_at, unlink_quietly
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from holdfast.coordination.deadline import Deadline
     from holdfast.format import sparse
     from holdfast.sync.protocol import PublisherOptions
+    from holdfast.sync.versions.block import BlockMemory
+    from holdfast.sync.versions.reads import MemoryReads
     from holdfast.sync.weights.pieces import Weights
 
 _log = logging.getLogger("holdfast")
@@ -70,21 +72,19 @@ class BlockPublishing:
         directory: str | None = None,
         network: bool = False,
         host: str | None = None,
+        memory_reads: Callable[[], MemoryReads] | None = None,
     ) -> None:
-        """directory: where this rank's socket lies. network: receivers may be on other hosts, which know ``host``."""
+        """directory: where this rank's socket lies. network: receivers may be on other hosts, which know ``host``.
+
+        memory_reads: makes what lets them read blocks without this process.
+        """
         if options.atomic_fleet:
             raise ConfigError(
                 "atomic_fleet: receivers of this transport are independent of one another; let each fetch the version, "
                 "and commit when all have (`Receiver.fetch`, `Receiver.commit`)",
                 field="atomic_fleet",
             )
-        max_blocks = options.keep_versions + _SPARE_BLOCKS if options.max_blocks is None else options.max_blocks
-        if max_blocks <= options.keep_versions:
-            raise ConfigError(
-                f"max_blocks is {max_blocks}; expected more than keep_versions ({options.keep_versions}): another "
-                "version is filled while these are kept",
-                field="max_blocks",
-            )
+        max_blocks = _max_blocks(options)
         self._rewind = options.rewind
         self._captures = options.captures
         if self._captures is not None and self._captures.ranks != (ranks := ranks_of(process_group)):
@@ -98,6 +98,7 @@ class BlockPublishing:
         where = f"publisher rank {self._group.rank}"
         self._served = Served(Books(keep=options.keep_versions, max_blocks=max_blocks, where=where))
         self._path = ""
+        self._served.memory_reads = None if memory_reads is None else memory_reads()
         if network:
             sock = listener("")
             place = messages.RankPlace("", boot_id(), hosts_here(host), sock.getsockname()[1], this_machine())
@@ -110,6 +111,8 @@ class BlockPublishing:
         except BaseException:
             sock.close()
             unlink_quietly(self._path)
+            if self._served.memory_reads is not None:
+                self._served.memory_reads.close()
             raise
         self._server = BlockServer(
             self._group.rank, sock, self._places.token, self._served, peer_timeout_s=peer_timeout_s
@@ -194,10 +197,12 @@ class BlockPublishing:
         with self._served.lock:
             self._served.closed.set()
             for memory in self._served.memory.values():
-                memory.close()
+                self._served.end_block(memory)
             self._served.memory.clear()
         if self._preparing is not None and self._preparing.ident is not None:
             self._preparing.join(_CLOSE_S)
+        if self._served.memory_reads is not None:
+            self._served.memory_reads.close()
         if self._rendezvous is not None:
             self._rendezvous.close()
         self._group.board.close()
@@ -245,7 +250,7 @@ class BlockPublishing:
             filling = served.books.begin(version, layout.block_bytes)
             freed = [(served.memory.pop(block.number), block.epoch) for block in filling.gone]
         for memory, epoch in freed:
-            memory.close(epoch=epoch)
+            served.end_block(memory, epoch)
         if filling.revoked:
             _log.warning(
                 "publisher rank %d takes back the memory of an older version from %d receiver(s) that held it: they "
@@ -255,7 +260,7 @@ class BlockPublishing:
             )
         if filling.is_new:
             try:
-                made = BlockMemory(layout.block_bytes)
+                made = served.make_block(layout.block_bytes)
             except BaseException:
                 with served.lock:
                     served.books.discard(filling.block)
@@ -327,6 +332,17 @@ class BlockPublishing:
         return msgspec.msgpack.decode(found, type=messages.PublisherPlaces)
 
 
+def _max_blocks(options: PublisherOptions) -> int:
+    found = options.keep_versions + _SPARE_BLOCKS if options.max_blocks is None else options.max_blocks
+    if found <= options.keep_versions:
+        raise ConfigError(
+            f"max_blocks is {found}; expected more than keep_versions ({options.keep_versions}): another version is "
+            "filled while these are kept",
+            field="max_blocks",
+        )
+    return found
+
+
 _encode: Final = msgspec.msgpack.encode
 _DIGEST: Final = msgspec.msgpack.Decoder(bytes)
 _RECORD: Final = msgspec.msgpack.Decoder(messages.VersionRecord)
@@ -339,7 +355,7 @@ def _prepare(served: Served, nbytes: int) -> None:
             if served.closed.is_set() or not served.books.lacks_blocks:
                 return
         try:
-            made = BlockMemory(nbytes)
+            made = served.make_block(nbytes)
         except (HoldfastError, RuntimeError) as error:  # publish says it, if it lacks it
             _log.info("a block for the next version can't be made yet: %s", error)
             return
@@ -348,7 +364,7 @@ def _prepare(served: Served, nbytes: int) -> None:
             if block is not None:
                 served.memory[block.number] = made
         if block is None:
-            made.close()
+            served.end_block(made)
             return
 
 

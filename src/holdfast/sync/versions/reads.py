@@ -15,13 +15,15 @@ import select
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from holdfast.engine.wire import Inbox, encode
 from holdfast.errors import HoldfastError, PeerLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    import torch
 
     from holdfast.engine.messages import EngineMessage
 
@@ -30,6 +32,38 @@ _LOOK_S: Final = 1.0
 _SLICE_S: Final = 0.2
 SIZE_BYTES: Final = 8
 """Say how many bytes follow."""
+
+
+class MemoryReadFailed(HoldfastError):
+    """Memory of another process could not be read; says why."""
+
+
+class MemoryReads(Protocol):
+    """Memory that others read without this process taking part, and reads of theirs (RDMA); thread-safe."""
+
+    def register(self, memory: torch.Tensor) -> None:
+        """Allow ``memory`` to be offered, and read into, until `deregister`. Raises `ConfigError`."""
+
+    def deregister(self, memory: torch.Tensor) -> None:
+        """End that, or once nothing can be read into it any more; until then it stays mapped."""
+
+    def is_quiet(self, memory: torch.Tensor) -> bool:
+        """Return True if no read, one that was cut off included, may still write to ``memory``."""
+
+    def offer(self, memory: torch.Tensor) -> bytes:
+        """Return what others need to read ``memory``; also `drive`s."""
+
+    def drive(self) -> None:
+        """Let reads by others progress, for some seconds."""
+
+    def read(self, offered: bytes, start: int, into: torch.Tensor, check: Callable[[], None]) -> None:
+        """Read what was offered, from ``start`` on. check: called while waiting; may raise, to cut it off.
+
+        Raises `MemoryReadFailed`.
+        """
+
+    def close(self) -> None:
+        """End everything; idempotent. What may still be written to stays until it can't."""
 
 
 # Who answers -------------------------------------------------------------------------------------------------------
@@ -69,6 +103,7 @@ class ReadThreads:
                 self._socks.discard(sock)
                 sock.close()
 
+        _send_at_once(sock)
         self._socks.add(sock)
         try:
             threading.Thread(target=serve, name=f"holdfast-versions-to-{reader}", daemon=True).start()
@@ -112,7 +147,18 @@ def _wait_writable(sock: socket.socket, timeout_s: float) -> None:
 
 def send_sized(sock: socket.socket, data: bytes, timeout_s: float) -> None:
     """Send how many bytes follow, and these."""
-    send_all(sock, len(data).to_bytes(SIZE_BYTES, "little") + data, timeout_s)
+    send_all(sock, sized(data), timeout_s)
+
+
+def sized(data: bytes) -> bytes:
+    """Return how many bytes follow, and these."""
+    return len(data).to_bytes(SIZE_BYTES, "little") + data
+
+
+def _send_at_once(sock: socket.socket) -> None:
+    """Let small answers not wait until earlier ones were acknowledged."""
+    with contextlib.suppress(OSError):  # a Unix socket has no such option
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _next_read(sock: socket.socket, inbox: Inbox[Any], stopping: Callable[[], bool]) -> Any | None:
@@ -231,8 +277,7 @@ class ReadConnections:
         except OSError as error:
             raise self.lost(f"it can't be reached ({error.strerror or error})", version) from error
         sock.settimeout(0.0)
-        with contextlib.suppress(OSError):  # a Unix socket has no such option
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _send_at_once(sock)
         with self._lock:
             self._all.add(sock)
         try:

@@ -13,7 +13,6 @@ Does not: keep a copy of its own, or decide when to commit.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import threading
 import time
@@ -28,7 +27,6 @@ from holdfast import _torch_compat as compat
 from holdfast import events
 from holdfast.boxes import intersect
 from holdfast.coordination.deadline import Deadline
-from holdfast.coordination.store import BoardLost
 from holdfast.cores import take_turns
 from holdfast.errors import (
     CheckpointCorrupt,
@@ -43,196 +41,29 @@ from holdfast.errors import (
 from holdfast.state.entries import torch_dtype
 from holdfast.state.structure import part_of
 from holdfast.sync.session.fetcher import infos_of, parts_of
-from holdfast.sync.session.futures import CloseSignal
 from holdfast.sync.session.links import Ended, EventLoop, Link
-from holdfast.sync.session.rendezvous import PLACES, RendezvousClient, open_rendezvous
+from holdfast.sync.session.rendezvous import open_rendezvous
 from holdfast.sync.versions import messages
 from holdfast.sync.versions.block import BlockLayout, HeldExtents, MappedBlock, RankVersion, ReadableBlock
 from holdfast.sync.versions.books import VersionKey
 from holdfast.sync.versions.mirror import MirrorBlock, RankReader
 from holdfast.sync.versions.peers import HeldMirrors, SharedFetch, bring_shared
 from holdfast.sync.versions.serving import connect_to, is_gone
+from holdfast.sync.versions.watch import Known, PublisherWatch, receiver_name
 from holdfast.sync.weights.apply import twins_differ
 from holdfast.sync.weights.pieces import Local, copy_all, copy_threads, global_rank, places_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from holdfast.engine.messages import EngineMessage
     from holdfast.sync.protocol import Destination
-    from holdfast.sync.session.rendezvous import Rendezvous
+    from holdfast.sync.versions.reads import MemoryReads
     from holdfast.sync.weights.buckets import PieceBox, Wanted
 
 _LOOK_S: Final = 0.01
-"""How often a watcher looks for a publisher that isn't there yet."""
 _CONNECT_S: Final = 5.0
-_ANSWER_S: Final = 0.3
-"""How long a rendezvous may take to answer before it counts as silent; it is asked again."""
 _SLICE_S: Final = 0.5
-_numbers = iter(range(1, 1 << 62))
 _RECORDS_MAX_LAYOUTS: Final = 8
-
-
-class Known(NamedTuple):
-    """What a publisher has: its ranks, and its versions, ascending."""
-
-    places: messages.PublisherPlaces
-    records: tuple[messages.VersionRecord, ...]
-
-    def find(self, version: int) -> messages.VersionRecord | None:
-        return next((record for record in self.records if record.version == version), None)
-
-
-class PublisherWatch:
-    """Learns what a publisher has, on a thread of its own that ends with `close`; all methods are for any thread."""
-
-    def __init__(self, rendezvous: Rendezvous) -> None:
-        self._closed = CloseSignal()
-        self._rendezvous = RendezvousClient(rendezvous, self._closed)
-        self._trouble = ""
-        """Why no publisher is found, if it isn't just absent."""
-        self._loop: EventLoop | None = None
-        self._changed = threading.Condition()
-        self._known: Known | None = None
-        self._error: HoldfastError | None = None
-        self._closing = False
-        self._woken = False
-        self._thread: threading.Thread | None = None
-        self._owner = os.getpid()
-
-    def start(self) -> None:
-        """Start the thread, if it isn't running."""
-        with self._changed:
-            if self._thread is None and not self._closing:
-                self._loop = EventLoop()
-                self._thread = threading.Thread(target=self._live, name="holdfast-sync-watch", daemon=True)
-                self._thread.start()
-
-    @property
-    def known(self) -> Known | None:
-        """What the publisher has, as far as it has told; None while there is none. Raises what went wrong, once."""
-        with self._changed:
-            error, self._error = self._error, None
-            if error is not None:
-                raise error
-            return self._known
-
-    @property
-    def trouble(self) -> str:
-        """Why no publisher is found, if it isn't just absent; empty otherwise."""
-        return self._trouble
-
-    def wait(self, timeout_s: float, before: Known | None) -> Known | None:
-        """Wait until something else is known than ``before``, for `wake`, or for an error, which is raised."""
-
-        def has_changed() -> bool:
-            return self._known is not before or self._error is not None or self._closing or self._woken
-
-        with self._changed:
-            self._changed.wait_for(has_changed, timeout_s)
-            self._woken = False
-        return self.known
-
-    def wake(self) -> None:
-        """End a wait."""
-        with self._changed:
-            self._woken = True
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """End the thread; idempotent, doesn't wait for a rendezvous that doesn't answer."""
-        with self._changed:
-            self._closing = True
-            self._closed.say()
-            self._changed.notify_all()
-            thread, loop = self._thread, self._loop
-        if loop is not None and os.getpid() == self._owner:
-            loop.wake()
-        if thread is not None and thread is not threading.current_thread() and os.getpid() == self._owner:
-            thread.join(_CONNECT_S)
-
-    # the thread ----------------------------------------------------------------------------------------------------
-
-    def _live(self) -> None:
-        assert self._loop is not None
-        try:
-            while not self._closing:
-                try:
-                    places = self._find()
-                    if places is not None:
-                        self._follow(places)
-                except BoardLost as error:  # its host may start, or go on, at any time
-                    self._trouble = str(error)
-                    self._pause(_LOOK_S)
-                except HoldfastError as error:
-                    self._say(None, error)
-                    self._pause(_SLICE_S)
-        finally:
-            self._loop.close()
-
-    def _find(self) -> messages.PublisherPlaces | None:
-        """Return a publisher that may be there; None after a pause if there is none."""
-        found = self._rendezvous.get(PLACES, _ANSWER_S)
-        self._trouble = ""
-        if found is None:
-            self._pause(_LOOK_S)
-            return None
-        return decode_places(found, self._rendezvous.shown)
-
-    def _follow(self, places: messages.PublisherPlaces) -> None:
-        """Hear a publisher's news until it ends."""
-        assert self._loop is not None
-        try:
-            sock = connect_to(places.ranks[0], _CONNECT_S)
-        except OSError:
-            self._pause(_LOOK_S)
-            return
-        link = Link(sock, "publisher rank 0", messages.FromRank)
-        self._loop.add(link)
-        try:
-            link.send(messages.Introduce(_name(), places.token))
-            link.send(messages.AskNews())
-            while not self._closing:
-                for _, said in self._heard():
-                    if isinstance(said, Ended):
-                        return
-                    if isinstance(said, messages.News):
-                        self._say(Known(places, said.records), None)
-        finally:
-            self._loop.drop(link)
-            self._say(None, None)
-
-    def _heard(self) -> Iterator[tuple[Link, EngineMessage | Ended]]:
-        assert self._loop is not None
-        for found in self._loop.hear(_SLICE_S):
-            assert not isinstance(found, socket.socket)
-            yield found
-
-    def _say(self, known: Known | None, error: HoldfastError | None) -> None:
-        with self._changed:
-            self._known, self._error = known, error or self._error
-            self._changed.notify_all()
-
-    def _pause(self, seconds: float) -> None:
-        assert self._loop is not None
-        for _ in self._loop.hear(seconds):
-            pass
-
-
-def decode_places(found: bytes, shown: str) -> messages.PublisherPlaces:
-    """Decode what a publisher has left in the rendezvous. Raises `ConfigError` for one of another transport."""
-    try:
-        return msgspec.msgpack.decode(found, type=messages.PublisherPlaces)
-    except msgspec.MsgspecError as error:
-        raise ConfigError(
-            f"the publisher at {shown} uses another transport than this receiver, or another version of Holdfast "
-            f"({error}); use the same on both sides",
-            field="transport",
-        ) from error
-
-
-def _name() -> str:
-    return f"{socket.gethostname()}:{os.getpid()}:{next(_numbers)}"
 
 
 class _SelectedParts(NamedTuple):
@@ -256,9 +87,14 @@ class RankConnections:
         peer_timeout_s: float,
         serve: bool = False,
         host: str | None = None,
+        memory_reads: Callable[[], MemoryReads] | None = None,
     ) -> None:
-        """Connect. serve: to other receivers, at ``host``, what was fetched. Raises `PeerLost` if a rank is gone."""
+        """Connect. serve: to other receivers, at ``host``, what was fetched. Raises `PeerLost` if a rank is gone.
+
+        memory_reads: makes what reads blocks without their ranks, where these allow it.
+        """
         self.places = places
+        self._memory_reads: MemoryReads | None = None
         self._readers: list[RankReader | None] = []
         self._loop = EventLoop()
         self._links: list[Link] = []
@@ -271,10 +107,13 @@ class RankConnections:
         """Leases to give back; by whoever may send next."""
         self.selections: dict[tuple[bytes, ...], _SelectedParts] = {}
         self._held: HeldMirrors | None = None
-        name = _name()
+        name = receiver_name()
         try:
+            self._memory_reads = None if memory_reads is None else memory_reads()
             if serve:
-                self._held = HeldMirrors(places.token, host, peer_timeout_s=peer_timeout_s)
+                self._held = HeldMirrors(
+                    places.token, host, peer_timeout_s=peer_timeout_s, memory_reads=self._memory_reads
+                )
             for rank, place in enumerate(places.ranks):
                 try:
                     sock = connect_to(place, min(_CONNECT_S, deadline.left_s()))
@@ -287,7 +126,14 @@ class RankConnections:
                 serves = None if self._held is None else self._held.place
                 introduce = messages.Introduce(name, places.token, serves)
                 link.send(introduce)
-                reader = RankReader(rank, place, introduce, peer_timeout_s=peer_timeout_s, held=self._held)
+                reader = RankReader(
+                    rank,
+                    place,
+                    introduce,
+                    peer_timeout_s=peer_timeout_s,
+                    held=self._held,
+                    memory_reads=self._memory_reads,
+                )
                 self._readers.append(None if place.path else reader)
         except BaseException:
             self.close()
@@ -303,6 +149,8 @@ class RankConnections:
         for reader in self._readers:
             if reader is not None:
                 reader.close()
+        if self._memory_reads is not None:
+            self._memory_reads.close()
 
     def records(self, deadline: Deadline, check: Callable[[], None]) -> tuple[messages.VersionRecord, ...]:
         """Ask rank 0 for the versions that there are now. check: called while waiting; may raise."""
@@ -419,9 +267,19 @@ class BlockReceiving:
     """See the module; implements `Receiving`."""
 
     def __init__(
-        self, *, rendezvous: Any, peer_timeout_s: float, fan_out: bool = False, host: str | None = None
+        self,
+        *,
+        rendezvous: Any,
+        peer_timeout_s: float,
+        fan_out: bool = False,
+        host: str | None = None,
+        memory_reads: Callable[[], MemoryReads] | None = None,
     ) -> None:
-        """fan_out: serve other receivers what was fetched, at ``host``, and bring from them what they have."""
+        """fan_out: serve other receivers what was fetched, at ``host``, and bring from them what they have.
+
+        memory_reads: makes what reads blocks without their ranks.
+        """
+        self._memory_reads = memory_reads
         self._fan_out = fan_out
         self._host = host
         self._rendezvous = open_rendezvous(rendezvous, hosting=False)
@@ -588,7 +446,12 @@ class BlockReceiving:
         if self._ranks is None or self._ranks.places != places:
             self._disconnect()
             self._ranks = RankConnections(
-                places, deadline, peer_timeout_s=self._peer_timeout_s, serve=self._fan_out, host=self._host
+                places,
+                deadline,
+                peer_timeout_s=self._peer_timeout_s,
+                serve=self._fan_out,
+                host=self._host,
+                memory_reads=self._memory_reads,
             )
         return self._ranks
 

@@ -30,6 +30,7 @@ from holdfast.errors import ConfigError, HoldfastError, StorageError
 from holdfast.sync.session.links import Ended, EventLoop, Link, connect
 from holdfast.sync.session.rendezvous import this_machine
 from holdfast.sync.versions import messages
+from holdfast.sync.versions.block import BlockMemory
 from holdfast.sync.versions.books import VersionKey
 from holdfast.sync.versions.fanout import FanOut, RunOutcome
 from holdfast.sync.versions.reads import ReadThreads, send_all, send_range, send_sized
@@ -38,9 +39,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from holdfast.engine.messages import EngineMessage
-    from holdfast.sync.versions.block import BlockLayout, BlockMemory
+    from holdfast.sync.versions.block import BlockLayout
     from holdfast.sync.versions.books import Books
     from holdfast.sync.versions.deltas import BlockDeltas
+    from holdfast.sync.versions.reads import MemoryReads
 
 _log = logging.getLogger("holdfast")
 _INTRODUCTION_S: Final = 10.0
@@ -72,6 +74,25 @@ class Served:
     """Of versions that are kept, once a receiver has asked."""
     places: dict[str, messages.RankPlace] = field(default_factory=dict)
     """Where receivers that serve others listen."""
+    memory_reads: MemoryReads | None = None
+    """Lets receivers read the blocks without this process."""
+
+    def make_block(self, nbytes: int) -> BlockMemory:
+        """Return memory for a block, which receivers may read. Raises `StorageError`, `ConfigError`."""
+        made = BlockMemory(nbytes)
+        if self.memory_reads is not None:
+            try:
+                self.memory_reads.register(made.image.bytes_view)
+            except BaseException:
+                made.close()
+                raise
+        return made
+
+    def end_block(self, memory: BlockMemory, epoch: int | None = None) -> None:
+        """Let go of a block's memory, as `BlockMemory.close` does."""
+        if self.memory_reads is not None:
+            self.memory_reads.deregister(memory.image.bytes_view)
+        memory.close(epoch=epoch)
 
     def fan_out_of(self, key: VersionKey) -> FanOut | None:
         """Return who brings what of a version; None if it isn't kept. The caller holds the lock."""
@@ -205,6 +226,7 @@ class BlockServer:
                 reader.files.add(block.number)
                 alive = tuple(served.memory)
                 link.pass_on(messages.BlockFile(block.number, block.nbytes, alive), memory.read_only_fd)
+        reads = served.memory_reads
         link.send(
             messages.Granted(
                 asked.number,
@@ -215,11 +237,14 @@ class BlockServer:
                 layout.extents,
                 block.nbytes,
                 served.deltas is not None,
+                b"" if reads is None else reads.offer(memory.image.bytes_view),
             )
         )
 
     def _answer_read(self, sock: socket.socket, receiver: str, asked: messages.Read) -> None:
         """Answer what is asked on a connection for reads, on its thread."""
+        if self._served.memory_reads is not None:
+            self._served.memory_reads.drive()
         match asked:
             case messages.ReadRanges():
                 self._send_ranges(sock, asked)
