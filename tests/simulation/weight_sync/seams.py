@@ -19,7 +19,7 @@ from holdfast.coordination import round as rounds
 from holdfast.coordination.group import Group
 from holdfast.sync import receiver
 from holdfast.sync.session import futures, rendezvous
-from holdfast.sync.versions import block, publishing, receiving, serving
+from holdfast.sync.versions import block, publishing, receiving, serving, watch
 from holdfast.sync.versions.books import Books
 from holdfast.sync.weights import pieces
 from weight_sync import fabric, memory
@@ -58,18 +58,19 @@ def open_group(process_group, *, purpose):
 def _seams():
     for module in (deadline, board, rounds, publishing, receiving, serving, receiver):
         yield module, "time", scheduler.time
-    for module in (publishing, serving, receiving, receiver, futures, rendezvous):
+    for module in (publishing, serving, receiving, watch, receiver, futures, rendezvous):
         yield module, "threading", fabric.threading
     yield receiver, "end_at_exit", lambda _receiver, _close: lambda: None
     yield receiver, "close_later", lambda _what, _close: None
-    for module in (serving, receiving):
+    for module in (serving, receiving, watch):
         yield module, "socket", fabric.socket
         yield module, "EventLoop", fabric.EventLoop
         yield module, "Link", fabric.Link
     for module in (publishing, receiving):
         yield module, "open_rendezvous", fabric.open_rendezvous
-        yield module, "connect_to", fabric.connect_to
         yield module, "copy_threads", lambda: 1
+    for module in (publishing, receiving, watch):
+        yield module, "connect_to", fabric.connect_to
     yield publishing, "open_group", open_group
     yield publishing, "listen_at", fabric.listen_at
     yield publishing, "boot_id", lambda: "host"
@@ -78,8 +79,10 @@ def _seams():
     yield publishing, "Served", served
     yield publishing, "Books", CheckedBooks
     yield serving, "_is_same_user", lambda _sock: True
-    yield receiving, "_name", lambda: getcurrent().process.name
+    yield receiving, "receiver_name", lambda: getcurrent().process.name
+    yield watch, "receiver_name", lambda: getcurrent().process.name
     yield receiving, "_LOOK_S", 0.05
+    yield watch, "_LOOK_S", 0.05
     yield receiving.MappedBlock, "__init__", memory.map_block
     yield receiving.MappedBlock, "epoch", property(memory.epoch_of)
     yield block.BlockMemory, "begin", memory.begin
