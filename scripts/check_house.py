@@ -67,6 +67,7 @@ SATELLITES = {  # one importer each, and a job of their own all the same
         "integrations.torchtitan.manager",
     ),
     "saver.reentry",
+    "sync.transports.directory",
     "sync.transports.shared_memory",
 }
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}

@@ -115,7 +115,7 @@ WEIGHT_SYNC = {
     ],
     "an abort leaves weights half applied": [
         "crash/test_sync_kills.py::test_receivers_keep_their_version_after_the_publisher_dies_and_a_new_one_continues",
-        "crash/test_sync_kills.py::test_a_fleet_commits_together_or_not_at_all",
+        "crash/test_sync_blocks.py::test_receivers_come_and_go_at_random",
     ],
     "no version travels with the weights": [
         "unit/sync/test_sync_version_store.py::test_versions_only_go_up",

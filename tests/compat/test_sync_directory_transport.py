@@ -249,7 +249,7 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
         transport(tmp_path, store_options={})
     with pytest.raises(ConfigError, match="'s3://' is not the URL of an object store"):
         DirectoryTransport("s3://")
-    with pytest.raises(ConfigError, match="commit together"):
+    with pytest.raises(ConfigError, match="let each fetch"):
         Publisher(transport(tmp_path), atomic_fleet=True)
     with pytest.raises(ConfigError, match="key_map"):
         Publisher(transport(tmp_path, key_map={}))

@@ -78,7 +78,6 @@ def publish(
     rank: int = 0,
     world: int = 1,
     port: int = 0,
-    atomic: bool = False,
     word: str | None = None,
     number: int = 1,
     sign: str = "SIGKILL",
@@ -86,7 +85,7 @@ def publish(
     if world > 1:
         store = dist.TCPStore("127.0.0.1", port, None, rank == 0, timedelta(seconds=30))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30))
-    options = {"bucket_bytes": 4096, "receivers": receivers, "atomic_fleet": atomic}
+    options = {"bucket_bytes": 4096, "receivers": receivers}
     end_at(word, number, sign)
     publisher = Publisher(transport_of(kind, place), **options)
     for version in range(first, last + 1):

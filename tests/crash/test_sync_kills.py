@@ -146,60 +146,6 @@ def test_a_publisher_rank_that_dies_is_named_on_both_sides(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("word", ["Ready", *(pytest.param(w, marks=pytest.mark.slow) for w in ("Taken", "Committed"))])
-def test_a_fleet_commits_together_or_not_at_all(
-    nursery: Nursery, tmp_path: Path, tried: Counter[str], kind: str, word: str
-) -> None:
-    base = {"place": str(tmp_path / "place"), "kind": kind}
-    number = {"Taken": 8, "Ready": 2, "Committed": 2}[word]
-    options = {**base, "first": 1, "last": LAST, "receivers": 2, "atomic": True}
-    publisher = nursery.start("sync_job", "publish", options, log=tmp_path / "publisher")
-    survivor = nursery.start("sync_job", "receive", {**base, "last": LAST}, log=tmp_path / "survivor")
-    nursery.start(
-        "sync_job", "receive", {**base, "last": LAST, "word": word, "number": number}, log=tmp_path / "victim"
-    )
-    assert publisher.wait(PATIENCE_S) == 0, publisher.stderr()
-    done = told(publisher)
-    got = check_receiver(survivor, errors=("PeerLost",))
-    if word == "Committed":  # it was decided: the survivor has it
-        assert [event.get("published") for event in done] == list(range(1, LAST + 1))
-        assert got == list(range(1, LAST + 1))
-    else:
-        assert [event.get("failed") for event in done] == [None, 2, None, None], done
-        assert got == [1, 3, 4]
-    tried["kills of members of a fleet"] += 1
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("word", "number"),
-    [("Commit", 4), *(pytest.param(*row, marks=pytest.mark.slow) for row in (("Commit", 3), ("Bucket", 15)))],
-)
-def test_a_fleet_whose_publisher_dies_has_one_version(
-    nursery: Nursery, tmp_path: Path, tried: Counter[str], kind: str, word: str, number: int
-) -> None:
-    base = {"place": str(tmp_path / "place"), "kind": kind}
-    options = {**base, "receivers": 2, "atomic": True}
-    # Of the second version: before anybody is told of the decision, or when one of the two has been.
-    dying = {**options, "first": 1, "last": LAST, "word": word, "number": number}
-    first = nursery.start("sync_job", "publish", dying, log=tmp_path / "first")
-    receivers = [
-        nursery.start("sync_job", "receive", {**base, "last": LAST + 2}, log=tmp_path / f"receiver-{index}")
-        for index in range(2)
-    ]
-    assert first.wait(PATIENCE_S) == -9
-    second = nursery.start(
-        "sync_job", "publish", {**options, "first": LAST + 1, "last": LAST + 2}, log=tmp_path / "second"
-    )
-    assert second.wait(PATIENCE_S) == 0, second.stderr()
-    assert [event.get("published") for event in told(second)] == [LAST + 1, LAST + 2]
-    had = [1, 2] if word == "Commit" else [1]
-    for receiver in receivers:
-        assert check_receiver(receiver, errors=("PeerLost",)) == [*had, LAST + 1, LAST + 2]
-    tried["kills of publishers of a fleet"] += 1
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("word", "number"),
     [

@@ -239,8 +239,7 @@ def nothing_grows(place: str, kind: str) -> None:
     transport = transport_of(kind, Path(place) / "rendezvous", group)
     store, counts = compat.store_of(dist.group.WORLD), []
     if publishes:
-        options: dict[str, Any] = {"atomic_fleet": kind == "slots"}
-        with holdfast.sync.Publisher(transport, **options) as publisher:
+        with holdfast.sync.Publisher(transport) as publisher:
             for version in range(1, 24):
                 if version == 10:
                     mistaken = {"a": torch.ones(3, dtype=torch.float32 if dist.get_rank() else torch.int32)}

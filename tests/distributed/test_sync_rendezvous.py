@@ -84,4 +84,3 @@ def test_a_call_that_comes_back_late_is_not_taken_for_the_next_ones_answer(tmp_p
         asking.get("a", 0.1)
     threading.Timer(0.2, may_go.set).start()
     assert asking.get("b", 10.0) == b"of b"
-    assert asking.settle("c", b"mine", 10.0) == b"mine"

@@ -39,7 +39,6 @@ class PublisherOptions:
     bucket_bytes: int = 256 * 2**20
     bypass_cpu: bool = True
     keep_versions: int = 2
-    atomic_fleet: bool = False
     receivers: int = 1
     delta: str | None = None
     anchor_every: int = 10

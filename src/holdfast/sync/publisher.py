@@ -54,8 +54,8 @@ class Publisher:
             receivers have the version. False: it copies them into host memory and returns; receivers fetch them at any
             time. Where versions lie in blocks of memory it is always the latter; directories keep versions anyway.
         keep_versions: number of versions kept in host memory (1 and more), besides pinned ones.
-        atomic_fleet: receivers of a version commit it together or not at all.
-        receivers: how many must have joined before the first version is sent directly, or to a fleet (1 and more).
+        atomic_fleet: refused (`ConfigError`): receivers are independent; let each fetch, and commit when all have.
+        receivers: how many must have joined before the first version is sent directly (1 and more).
         delta: ``"sparse"`` (or True): publish what has changed by element, without loss; ``"steps"``: the same, with
             changes as steps between the numbers that a dtype has, which zstd (``holdfast[zstd]``, on both sides)
             makes half as large. In a directory or a bucket such a version is small, needs those before it back to
@@ -110,11 +110,16 @@ class Publisher:
         self._transform = WeightTransform(
             include=include, exclude=exclude, key_map=key_map, dtype=dtype, fp32_keys=fp32_keys
         )
+        if checked_flag("atomic_fleet", atomic_fleet):
+            raise ConfigError(
+                "atomic_fleet=True: receivers are independent of one another, so that none can hold up the rest; let "
+                "each fetch the version (`Receiver.fetch`), and commit (`Receiver.commit`) when all have",
+                field="atomic_fleet",
+            )
         options = PublisherOptions(
             bucket_bytes=_positive("bucket_bytes", bucket_bytes, most=_BYTES_MAX),
             bypass_cpu=checked_flag("bypass_cpu", bypass_cpu),
             keep_versions=_positive("keep_versions", keep_versions),
-            atomic_fleet=checked_flag("atomic_fleet", atomic_fleet),
             receivers=_positive("receivers", receivers),
             delta=_checked_delta(delta),
             anchor_every=_positive("anchor_every", _anchor_every(anchor_every, full_every)),
@@ -169,8 +174,7 @@ class Publisher:
             ConfigError: an invalid argument; a version not greater than the last one, or than what a receiver has from
                 an earlier publisher; a row longer than a bucket.
             StateMismatch: a receiver has other tensors, or ranks disagree on one.
-            CheckpointCorrupt: a receiver got other bytes than were sent. PeerLost: a publisher rank ended; with
-                ``atomic_fleet`` also a receiver.
+            CheckpointCorrupt: a receiver got other bytes than were sent. PeerLost: a publisher rank ended.
             DeadlineExceeded: no receiver, or not all ranks, in time.
         """
         self._check_open()

@@ -17,7 +17,7 @@ from holdfast.errors import ConfigError, DeadlineExceeded, HoldfastError, Storag
 from holdfast.sync.session import messages
 from holdfast.sync.session.futures import BlockingCall
 from holdfast.sync.session.links import Ended, EventLoop, Link, connect, listener
-from holdfast.sync.session.rendezvous import ABORT, COMMIT, open_rendezvous
+from holdfast.sync.session.rendezvous import open_rendezvous
 
 
 @pytest.fixture
@@ -147,15 +147,13 @@ def rendezvous_at(kind: str, place: Path) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["directory", "store", "tcp"])
-def test_a_rendezvous_keeps_values_and_settles_who_was_first(kind: str, tmp_path: Path) -> None:
+def test_a_rendezvous_keeps_values(kind: str, tmp_path: Path) -> None:
     where = rendezvous_at(kind, tmp_path)
     host, guest = open_rendezvous(where, hosting=True), open_rendezvous(where, hosting=False)
     assert guest.get("name") is None
     for value in (b"one", b"another"):
         host.put("name", value)
         assert guest.get("name") == value
-    assert guest.settle("decision", ABORT) == ABORT
-    assert host.settle("decision", COMMIT) == ABORT
     host.delete("name")
     host.delete("name")
     assert guest.get("name") is None

@@ -14,7 +14,7 @@ import pytest
 import torch
 from slots import SlotTransport
 
-from holdfast.errors import ConfigError, DeadlineExceeded, HoldfastError
+from holdfast.errors import ConfigError, DeadlineExceeded
 from holdfast.sync import DirectoryTransport, ProcessGroupTransport, Publisher, Receiver, SharedMemoryTransport
 from holdfast.sync.session import rendezvous
 
@@ -143,21 +143,12 @@ def test_buckets_that_there_is_no_memory_for_are_named(tmp_path: Path, start: St
         assert not any(tensor.any() for tensor in into.values())
 
 
-def test_others_of_a_fleet_are_told_whose_function_failed(tmp_path: Path, start: Start) -> None:
-    def refuse(name: str, tensor: torch.Tensor) -> None:
-        raise OSError("no room")
-
-    transport = SlotTransport(tmp_path)
-    publisher = Publisher(transport, atomic_fleet=True, receivers=2)
-    with publisher, Receiver(transport) as one, Receiver(transport) as other:
-        received = start(one.receive, weights(0), None, TIMEOUT_S)
-        failed = start(other.receive, refuse, None, TIMEOUT_S, True)
-        for told in (start(publisher.publish, weights(1), 1, TIMEOUT_S), received):
-            with pytest.raises(HoldfastError, match=r"receiver \S+ failed: OSError: no room"):
-                told.result(TIMEOUT_S)
-        with pytest.raises(OSError, match="no room"):
-            failed.result()
-        assert one.version is None
+@pytest.mark.parametrize("kind", [SlotTransport, SharedMemoryTransport, ProcessGroupTransport, DirectoryTransport])
+def test_a_fleet_that_commits_together_is_refused_with_what_to_do(tmp_path: Path, kind: Any) -> None:
+    with pytest.raises(ConfigError, match="let each fetch the version") as raised:
+        Publisher(kind(tmp_path / "place"), atomic_fleet=True)
+    assert raised.value.field == "atomic_fleet"
+    assert not (tmp_path / "place").exists()
 
 
 def test_what_a_function_raises_reaches_the_publisher_though_it_is_no_text(tmp_path: Path, start: Start) -> None:

@@ -20,13 +20,11 @@ import pytest
 import torch
 from slots import SendSlots, SlotTransport
 
-from holdfast.coordination.store import BoardLost
 from holdfast.errors import (
     CheckpointCorrupt,
     CheckpointNotFound,
     ConfigError,
     DeadlineExceeded,
-    OutcomeUnknown,
     PeerLost,
     StateMismatch,
     WeightsDirty,
@@ -135,7 +133,7 @@ def test_a_stranger_is_shown_the_door(tmp_path: Path) -> None:
             assert receiver.receive(into, timeout=TIMEOUT_S) == 1
 
 
-# a fleet ---------------------------------------------------------------------------------------------------------
+# words that get lost -----------------------------------------------------------------------------------------
 
 
 def unheard(monkeypatch: pytest.MonkeyPatch, kind: type, *, cut: bool) -> None:
@@ -149,63 +147,6 @@ def unheard(monkeypatch: pytest.MonkeyPatch, kind: type, *, cut: bool) -> None:
             link.sock.shutdown(socket.SHUT_RDWR)
 
     monkeypatch.setattr(Link, "send", send)
-
-
-def test_a_fleet_commits_together(tmp_path: Path, start: Start) -> None:
-    both = [places(), places()]
-    with Publisher(transport(tmp_path), atomic_fleet=True, receivers=2) as publisher:
-        receivers = [Receiver(transport(tmp_path)) for _ in both]
-        for version in (1, 2):
-            received = [start(it.receive, into, None, TIMEOUT_S) for it, into in zip(receivers, both, strict=True)]
-            assert publisher.publish(weights(version), version, TIMEOUT_S).receivers == 2
-            assert [it.result() for it in received] == [version, version]
-            assert all(holds(into, version) for into in both)
-        for receiver in receivers:
-            receiver.close()
-    assert not list(tmp_path.glob("*decision*"))
-
-
-def test_a_member_that_does_not_hear_of_the_decision_finds_it(
-    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    into = places()
-    with Publisher(transport(tmp_path), atomic_fleet=True) as publisher, Receiver(transport(tmp_path)) as receiver:
-        unheard(monkeypatch, messages.Commit, cut=True)
-        published = start(publisher.publish, weights(1), 1, TIMEOUT_S)
-        assert receiver.receive(into, timeout=TIMEOUT_S) == 1
-        assert holds(into, 1)
-        assert published.result().lost == 1  # it can't say so any more
-
-
-def test_a_member_in_doubt_has_it_decided_that_nobody_commits(
-    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    into = places()
-    with Publisher(transport(tmp_path), atomic_fleet=True) as publisher, Receiver(transport(tmp_path)) as receiver:
-        unheard(monkeypatch, messages.Ready, cut=True)
-        published = start(publisher.publish, weights(1), 1, TIMEOUT_S)
-        with pytest.raises(PeerLost, match="publisher rank 0"):
-            receiver.receive(into, timeout=TIMEOUT_S)
-        with pytest.raises(PeerLost, match="receiver"):
-            published.result()
-        assert receiver.version is None
-        assert holds(into, 0)
-
-
-def test_a_member_that_can_ask_nobody_says_so(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lose(*_: Any) -> bytes:
-        raise BoardLost("it is gone")
-
-    into = places()
-    with Publisher(transport(tmp_path), atomic_fleet=True) as publisher, Receiver(transport(tmp_path)) as receiver:
-        unheard(monkeypatch, messages.Ready, cut=True)
-        monkeypatch.setattr(DirectoryRendezvous, "settle", lose)
-        published = start(publisher.publish, weights(1), 1, TIMEOUT_S)
-        with pytest.raises(OutcomeUnknown, match="can't find out"):
-            receiver.receive(into, timeout=TIMEOUT_S)
-        with pytest.raises(PeerLost):
-            published.result()
-        assert holds(into, 0)
 
 
 # what did not arrive as it was sent ------------------------------------------------------------------------------
@@ -248,7 +189,7 @@ def test_a_version_that_nobody_has_committed_can_be_published_again(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     into = places()
-    with Publisher(transport(tmp_path), atomic_fleet=True) as publisher, Receiver(transport(tmp_path)) as receiver:
+    with Publisher(transport(tmp_path)) as publisher, Receiver(transport(tmp_path)) as receiver:
         damage(monkeypatch, 1)
         published = start(publisher.publish, weights(1), 1, TIMEOUT_S)
         with pytest.raises(CheckpointCorrupt):

@@ -163,11 +163,10 @@ class Connection:
         deadline: Deadline,
         *,
         what: str,
-        only_rank: bool = False,
     ) -> _M:
         """Return the next message of ``kind`` from ``rank``, of the current session; drop messages of others.
 
-        what: what is waited for, for messages. only_rank: ignore the loss of other ranks.
+        what: what is waited for, for messages.
 
         Raises `SessionAborted`, `PeerLost` and `DeadlineExceeded`.
         """
@@ -176,7 +175,7 @@ class Connection:
             if found is not None:
                 return found
             try:
-                self.wait(deadline, rank, what, only_rank=only_rank)
+                self.wait(deadline, rank, what)
             except (PeerLost, DeadlineExceeded):
                 # Messages that arrived before the loss still count.
                 found = self._pick(rank, kind)
@@ -212,16 +211,15 @@ class Connection:
             self.wait(deadline, rank, what)
         return call.result()
 
-    def wait(self, deadline: Deadline, rank: int, what: str, *, only_rank: bool = False) -> None:
+    def wait(self, deadline: Deadline, rank: int, what: str) -> None:
         """Process the next messages, if only for a moment. Raises as `next` does."""
         link = self.links[rank]
         self._leaving.check()
         self.beat()
-        if not self._ended or (only_rank and rank not in self._ended):
+        if not self._ended:
             self._hear(min(self._left_s(deadline), self._beat_s))
         for other, why in self._ended.items():
-            if other == rank or not only_rank:
-                raise self._gone(other, why)
+            raise self._gone(other, why)
         if self._left_s(deadline) <= 0.0:
             raise deadline.exceeded(
                 f"{what} of publisher rank {rank} (phase: {self.phase})",

@@ -1,16 +1,15 @@
 """Publisher rank 0: decides which version goes to whom and when, in sessions, and the outcome of each `publish`.
 
-    asks and offers -> due -> lead: Begin -> send -> (Ready -> decision -> Commit ->) Committed -> over
+    asks and offers -> due -> lead: Begin -> send -> Committed -> over
                                  \\-> a member is lost or fails: Abort, learn who has the version, begin again
 
 A version can be sent when every publisher rank has offered it. Kept versions are sent on request, at once. A version
-that is sent directly, or that a fleet takes together, waits for the receivers that have joined: a connected receiver
+that is sent directly waits for the receivers that have joined: a connected receiver
 that doesn't ask is waited for as long as a peer may be silent, and at most half of the time of `publish`; then it is
 left out.
 
 Guarantees: one session at a time. A new one begins only when each member of the last has reported whether it has the
-version, or was given up. With ``atomic_fleet`` the decision is in the rendezvous before any member is told of it. An
-Ask is answered with a session, or refused, or waits for a version that may still come.
+version, or was given up. An Ask is answered with a session, or refused, or waits for a version that may still come.
 Does not: send bytes (``session.sender``), read links or wait by itself (``session.server``).
 """
 
@@ -25,7 +24,6 @@ from holdfast.coordination.failure import RankFailure
 from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, HoldfastError, PeerLost, StateMismatch
 from holdfast.sync.session import messages
 from holdfast.sync.session.futures import Outcome
-from holdfast.sync.session.rendezvous import COMMIT, decision_key
 from holdfast.sync.session.sender import Broken, ChannelBroken, ConnectedReceiver, SendSession, SessionLoop
 
 if TYPE_CHECKING:
@@ -286,8 +284,6 @@ class Coordinator:
             guest.ask, guest.settled = None, session.version
         elif isinstance(message, messages.Aborted):
             member.state = "aborted"
-        elif isinstance(message, messages.Ready):
-            member.state = "ready"
         elif isinstance(message, messages.Broke):
             if session.over is None:
                 session.over, session.again = message.reason, True
@@ -322,7 +318,7 @@ class Coordinator:
             self._ready_since = None
             return None
         version = min(fits, key=lambda version: min(guest.asked_at for guest in fits[version]))
-        if (direct is not None or self._options.atomic_fleet) and not self._are_all_here(version):
+        if direct is not None and not self._are_all_here(version):
             return None
         return Job(version, fits[version])
 
@@ -418,23 +414,20 @@ class Coordinator:
         """Bring a version to its receivers; returns when the session is over, successful or not."""
         offered = self._host.sources[job.version]
         self._sessions += 1
-        session = self.session = SendSession(self._sessions, job.version, job.guests, atomic=self._options.atomic_fleet)
+        session = self.session = SendSession(self._sessions, job.version, job.guests)
         names = tuple(member.name for member in session.members)
-        self._offers.begin(messages.Begin(session.number, session.version, names, 0, session.atomic))
+        self._offers.begin(messages.Begin(session.number, session.version, names, 0))
         for member in session.members:
             ask = member.guest.ask.number if member.guest.ask is not None else 0
             member.guest.link.expect()
-            begin = messages.Begin(session.number, session.version, names, ask, session.atomic, offered.meta)
+            begin = messages.Begin(session.number, session.version, names, ask, offered.meta)
             member.guest.link.send(begin)
         error: HoldfastError | None = None
         try:
             self._sender.send(session, offered.source)
-            if session.atomic:
-                self._decide(session, offered)
             session.phase = "commit"
             self._host.run_until(lambda: self._all_over(session, offered))
             self._retries = 0
-            self._forget_decision(session)
         except Broken:
             error = self._abort(session, None)
         except HoldfastError as failure:
@@ -449,43 +442,15 @@ class Coordinator:
 
     def _check(self, session: SendSession, offered: Offered) -> None:
         session.check()
-        if offered.direct and offered.deadline.passed() and not session.decided:
+        if offered.direct and offered.deadline.passed():
             raise self._offers.late(offered, self._waited_for())
 
     def check(self) -> None:
         """Raise if the current session's `publish` is late; called whenever it waits."""
         if self.session is not None and self.session.over is None:
             offered = self._host.sources.get(self.session.version)
-            if offered is not None and offered.direct and offered.deadline.passed() and not self.session.decided:
+            if offered is not None and offered.direct and offered.deadline.passed():
                 self.session.over = RankFailure.of(self._offers.late(offered, self._waited_for()), rank=0)
-
-    def _decide(self, session: SendSession, offered: Offered) -> None:
-        """Decide that all commit; raises `Broken` if a member has decided otherwise."""
-        session.phase = "ready"
-        self._host.run_until(lambda: self._all_ready(session, offered))
-        key = decision_key(self._incarnation, session.number)
-        found = self._host.aside(lambda: self._rendezvous.settle(key, COMMIT), lambda: None)
-        if found != COMMIT:
-            raise PeerLost(
-                f"a receiver that did not learn the outcome has left session {session.number} of "
-                f"version {session.version}",
-                peer="a receiver",
-                phase=session.phase,
-                version=session.version,
-            )
-        session.decided = True
-        for member in session.members:
-            member.guest.link.send(messages.Commit(session.number))
-
-    def _forget_decision(self, session: SendSession) -> None:
-        """Delete the decision if all have committed: nobody will read it."""
-        if session.decided and all(member.state == "committed" for member in session.members):
-            key = decision_key(self._incarnation, session.number)
-            self._host.aside(lambda: self._rendezvous.delete(key), lambda: None)
-
-    def _all_ready(self, session: SendSession, offered: Offered) -> bool:
-        self._check(session, offered)
-        return all(member.state == "ready" for member in session.members)
 
     def _abort(self, session: SendSession, failure: HoldfastError | None) -> HoldfastError | None:
         """End the session for the remaining members, and learn from each whether it has the version.
@@ -498,11 +463,7 @@ class Coordinator:
         assert reason is not None
         again = isinstance(failure, ChannelBroken) or session.again
         self._retries = self._retries + 1 if again else 0
-        ends = (
-            session.atomic
-            or self._retries > RETRIES
-            or ((failure is not None or session.over is not None) and not again)
-        )
+        ends = self._retries > RETRIES or ((failure is not None or session.over is not None) and not again)
         _log.warning(
             "session %d of version %d is given up (%s): %s",
             session.number,

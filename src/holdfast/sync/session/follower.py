@@ -85,7 +85,7 @@ class Follower:
         begin, self._begin = self._begin, None
         assert begin is not None
         self.zero.expect()
-        session = SendSession(begin.session, begin.version, (), atomic=begin.atomic)
+        session = SendSession(begin.session, begin.version, ())
         self.session = session
         try:
             self._take_part(session, begin)

@@ -75,8 +75,6 @@ class CloseSignal:
         self._said = threading.Event()
         self._lock = threading.Lock()
         self._closed = self._cancelled = False
-        self.keeps_on = False
-        """True where a cancel comes too late: what has begun has to end first."""
 
     def say(self) -> None:
         """Stop for good."""
@@ -97,7 +95,7 @@ class CloseSignal:
         with self._lock:
             if self._closed:
                 raise ConfigError("this receiver was closed while it received; make a new one", field="receiver")
-            if self._cancelled and not self.keeps_on:
+            if self._cancelled:
                 self._cancelled = False
                 self._said.clear()
                 raise FetchCancelled("this fetch was cancelled; nothing was committed. Fetch again when it is wanted")

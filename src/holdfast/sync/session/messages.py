@@ -2,9 +2,9 @@
 Torch-free.
 
     receiver -> every publisher rank   Hello; in a session Wants, Taken*, Beat, Committed; Leave
-    receiver -> rank 0                 Ask; in a session also Ready, Aborted; Broke; Failed when it can't go on
+    receiver -> rank 0                 Ask; in a session also Aborted; Broke; Failed when it can't go on
     publisher rank -> receiver         in a session Table, Plan, Bucket*, Beat; Leave
-    rank 0 -> receiver                 Begin, Commit, Abort; Refused when an Ask can't be met
+    rank 0 -> receiver                 Begin, Abort; Refused when an Ask can't be met
     rank 0 -> publisher rank           Begin, Abort, Finished
     publisher rank -> rank 0           Peer, Offer, Withdraw, Lost
     watcher -> rank 0                  Watch; rank 0 answers Newest, and again whenever that changes
@@ -68,12 +68,6 @@ class Taken(EngineMessage, frozen=True):
 
     session: int
     seq: int
-
-
-class Ready(EngineMessage, frozen=True):
-    """All buckets of all ranks have arrived and are verified; the member waits for `Commit`."""
-
-    session: int
 
 
 class Committed(EngineMessage, frozen=True):
@@ -161,12 +155,7 @@ class Begin(EngineMessage, frozen=True):
     version: int
     members: tuple[str, ...]
     ask: int
-    atomic: bool
     meta: bytes = b""
-
-
-class Commit(EngineMessage, frozen=True):
-    session: int
 
 
 class Abort(EngineMessage, frozen=True):
@@ -237,7 +226,6 @@ ToPublisher = (
     | Ask
     | Wants
     | Taken
-    | Ready
     | Committed
     | Aborted
     | Failed
@@ -252,7 +240,7 @@ ToPublisher = (
     | Abort
     | Finished
 )
-ToReceiver = Table | Plan | Bucket | Beat | Leave | Begin | Commit | Abort | Refused | Newest
+ToReceiver = Table | Plan | Bucket | Beat | Leave | Begin | Abort | Refused | Newest
 
 
 prepare_decoding(ToPublisher, ToReceiver)

@@ -1,11 +1,9 @@
 """Implement receiving for transports over links: ask for a version, take part in sessions, have it or not.
 
-    meet -> Ask -> (Begin -> take -> (Ready -> Commit ->) Committed) | Abort, and again | an error
+    meet -> Ask -> (Begin -> take -> Committed) | Abort, and again | an error
 
 Guarantees: a version is fetched only if every byte of it was verified, in a session that rank 0 has not aborted as far
-as is known here; from then on no publisher is needed to commit it. If a fleet takes it together, a receiver that can't
-learn the decision looks into the rendezvous, and settles there that nobody has it if nothing is decided. `cancel` comes
-too late once a member has said that it is ready.
+as is known here; from then on no publisher is needed to commit it.
 Does not: move bytes (``session.fetcher``), or touch the user's tensors (``weights.apply``).
 """
 
@@ -19,12 +17,12 @@ import msgspec
 
 from holdfast.coordination.deadline import Deadline
 from holdfast.coordination.failure import RankFailure
-from holdfast.errors import DeadlineExceeded, HoldfastError, OutcomeUnknown, PeerLost
+from holdfast.errors import HoldfastError
 from holdfast.sync.session import messages
 from holdfast.sync.session.connection import Connection, NewestOnLinks, SessionAborted, meet
 from holdfast.sync.session.fetcher import VersionFetcher
 from holdfast.sync.session.futures import CloseSignal
-from holdfast.sync.session.rendezvous import ABORT, COMMIT, Rendezvous, RendezvousClient, decision_key, open_rendezvous
+from holdfast.sync.session.rendezvous import Rendezvous, RendezvousClient, open_rendezvous
 from holdfast.sync.watcher import Watcher
 from holdfast.sync.weights.apply import FetchedMemory
 
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("holdfast")
 _FIRST_LOOK_S: Final = 2.0
 """How long a new receiver looks for a publisher that may not exist yet."""
-_SETTLE_S_MIN: Final = 2.0
-"""Minimum seconds to learn a decision after the receive timeout."""
 
 
 class LinkedReceiving:
@@ -153,8 +149,6 @@ class LinkedReceiving:
             try:
                 connection.begin(begin.session, begin.version)
                 taker.take(begin, destination, deadline, own=self._own_of == connection.incarnation)
-                if begin.atomic:
-                    self._wait_decision(connection, begin, deadline)
             except SessionAborted as aborted:
                 taker.drop_channels()
                 connection.end()
@@ -177,35 +171,6 @@ class LinkedReceiving:
                     raise said.reason.cause()
             elif isinstance(said, messages.Begin) and said.ask == ask.number:
                 return said
-
-    def _wait_decision(self, connection: Connection, begin: messages.Begin, deadline: Deadline) -> None:
-        """Wait for the decision that all commit; raises otherwise."""
-        connection.phase = "ready"
-        self._leaving.keeps_on = True
-        try:
-            connection.send(0, messages.Ready(begin.session))
-            self._learn_decision(connection, begin, deadline)
-        finally:
-            self._leaving.keeps_on = False
-
-    def _learn_decision(self, connection: Connection, begin: messages.Begin, deadline: Deadline) -> None:
-        try:
-            connection.next(0, messages.Commit, deadline, what="the decision", only_rank=True)
-            return
-        except (PeerLost, DeadlineExceeded) as error:
-            doubt = error
-        key = decision_key(connection.incarnation, begin.session)
-        try:
-            found = self._asking.settle(key, ABORT, max(deadline.left_s(), _SETTLE_S_MIN))
-        except HoldfastError as error:
-            raise OutcomeUnknown(
-                f"this receiver can't find out if the fleet commits version {begin.version}: {doubt}; "
-                f"the rendezvous can't be read either ({error}). It keeps its current version",
-                attempt=key,
-                step=begin.version,
-            ) from doubt
-        if found != COMMIT:
-            raise doubt
 
 
 def _reason(error: BaseException, receiver: str) -> RankFailure:

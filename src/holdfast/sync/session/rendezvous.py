@@ -4,9 +4,8 @@
     a Store                any ``torch.distributed`` Store that both sides reach
     "tcp://host:port"      a TCPStore, which publisher rank 0 hosts there; works between two jobs of torchrun
 
-Guarantees: values are read atomically. `Rendezvous.settle` returns the first writer's value to every caller. A call
-takes at most some seconds, whatever the state of the other side; through `RendezvousClient`, at most its caller's
-timeout.
+Guarantees: values are read atomically. A call takes at most some seconds, whatever the state of the other side; through
+`RendezvousClient`, at most its caller's timeout.
 Assumes: one publisher per rendezvous. Values left by a publisher that died are replaced by the next one.
 Does not: wait for a name to appear; the caller polls.
 """
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
 
 PLACES: Final = "publishers"
 """Name under which rank 0 stores the `Places`."""
-COMMIT: Final = b"commit"
-ABORT: Final = b"abort"
 _PREFIX: Final = "holdfast/sync"
 _TCP: Final = "tcp://"
 _CALL_S: Final = 5.0
@@ -45,11 +42,6 @@ _CALL_S: Final = 5.0
 _CONNECT_S: Final = 16.0
 _CHECK_S: Final = 0.2
 _temporaries = itertools.count()
-
-
-def decision_key(incarnation: str, session: int) -> str:
-    """Return the name of the decision whether the fleet of a session commits: `COMMIT` or `ABORT`."""
-    return f"decision-{incarnation}-{session}"
 
 
 class ListenAddress(msgspec.Struct, frozen=True, array_like=True):
@@ -81,10 +73,6 @@ class Rendezvous(Protocol):
 
     def get(self, key: str) -> bytes | None:
         """Return the value of ``key``, or None if there is none now."""
-        ...
-
-    def settle(self, key: str, value: bytes) -> bytes:
-        """Set ``value`` if the key has none, and return the key's value. Use such a key only with this method."""
         ...
 
     def delete(self, key: str) -> None:
@@ -131,18 +119,6 @@ class DirectoryRendezvous:
             except FileNotFoundError:
                 return None
 
-    def settle(self, key: str, value: bytes) -> bytes:
-        with self._refusals():
-            written = self._written(value)
-            try:
-                os.link(written, self._at(key))
-            except FileExistsError:
-                with open(self._at(key), "rb") as file:
-                    return file.read()
-            finally:
-                os.unlink(written)
-            return value
-
     def delete(self, key: str) -> None:
         with self._refusals(), contextlib.suppress(FileNotFoundError):
             os.unlink(self._at(key))
@@ -186,9 +162,6 @@ class StoreRendezvous:
     def get(self, key: str) -> bytes | None:
         return self._board.try_get(key)
 
-    def settle(self, key: str, value: bytes) -> bytes:
-        return self._board.compare_set(key, value)
-
     def delete(self, key: str) -> None:
         self._board.delete(key)
 
@@ -219,9 +192,6 @@ class TcpRendezvous:
     def get(self, key: str) -> bytes | None:
         found: bytes | None = self._call(lambda inner: inner.get(key))
         return found
-
-    def settle(self, key: str, value: bytes) -> bytes:
-        return bytes(self._call(lambda inner: inner.settle(key, value)))
 
     def delete(self, key: str) -> None:
         self._call(lambda inner: inner.delete(key))
@@ -300,9 +270,6 @@ class RendezvousClient:
     def get(self, key: str, timeout_s: float) -> bytes | None:
         found: bytes | None = self._ask(lambda: self._rendezvous.get(key), timeout_s)
         return found
-
-    def settle(self, key: str, value: bytes, timeout_s: float) -> bytes:
-        return bytes(self._ask(lambda: self._rendezvous.settle(key, value), timeout_s))
 
     def _ask(self, function: Callable[[], Any], timeout_s: float) -> Any:
         """Call ``function``; raises `Unanswered` on timeout, and `ConfigError` if the receiver is closed."""

@@ -88,7 +88,7 @@ class ConnectedReceiver:
 
 @dataclass(slots=True, eq=False)
 class SessionMember:
-    """A receiver in a session. ``state``: going, ready, committed, aborted, failed or lost."""
+    """A receiver in a session. ``state``: going, committed, aborted, failed or lost."""
 
     guest: ConnectedReceiver
     number: int
@@ -108,17 +108,14 @@ class SessionMember:
 class SendSession:
     """State of a session: its version, its members, and their progress."""
 
-    def __init__(self, number: int, version: int, guests: Sequence[ConnectedReceiver], *, atomic: bool) -> None:
+    def __init__(self, number: int, version: int, guests: Sequence[ConnectedReceiver]) -> None:
         self.number = number
         self.version = version
         self.members: list[SessionMember] = []
-        self.atomic = atomic
         self.phase = "begin"
         self.over: RankFailure | None = None
         self.again = False
         """After the end: the same members may get another session."""
-        self.decided = False
-        """Every member has to commit: the loss of one changes nothing for the others."""
         self.awaited: dict[int, set[int]] = {}
         """For each bucket in flight: numbers of the members that have not taken it."""
         for guest in guests:
@@ -135,7 +132,7 @@ class SendSession:
         """Raise `Broken` if the session can't go on."""
         if self.over is not None:
             raise Broken
-        if not self.decided and any(member.state in ("failed", "lost") for member in self.members):
+        if any(member.state in ("failed", "lost") for member in self.members):
             raise Broken
 
     def heard(self, member: SessionMember, message: EngineMessage) -> bool:

@@ -80,12 +80,6 @@ class DirectoryTransport:
 
     def publishing(self, options: PublisherOptions) -> Publishing:
         """See `DirectoryPublishing`, which locks ``root``, and `ObjectPublishing`. Every rank of the group calls it."""
-        if options.atomic_fleet:
-            raise ConfigError(
-                "atomic_fleet=True: a directory doesn't know its receivers, so they can't commit "
-                "together; leave it out, or use a transport with connections",
-                field="atomic_fleet",
-            )
         if options.captures is not None:
             raise ConfigError(
                 "manager: a version in a directory is a checkpoint of its own; let receivers read the "

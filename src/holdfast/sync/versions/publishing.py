@@ -78,12 +78,6 @@ class BlockPublishing:
 
         memory_reads: makes what lets them read blocks without this process.
         """
-        if options.atomic_fleet:
-            raise ConfigError(
-                "atomic_fleet: receivers of this transport are independent of one another; let each fetch the version, "
-                "and commit when all have (`Receiver.fetch`, `Receiver.commit`)",
-                field="atomic_fleet",
-            )
         max_blocks = _max_blocks(options)
         self._rewind = options.rewind
         self._captures = options.captures
