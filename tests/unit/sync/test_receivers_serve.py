@@ -20,7 +20,7 @@ import torch
 import holdfast
 from holdfast import events
 from holdfast.engine.wire import encode
-from holdfast.errors import ConfigError, PeerLost
+from holdfast.errors import ConfigError, PeerLost, VersionRevoked
 from holdfast.sync import NixlTransport, ProcessGroupTransport, Publisher, Receiver
 from holdfast.sync.versions import messages, peers
 
@@ -293,6 +293,34 @@ def test_deltas_and_receivers_that_serve(tmp_path: Path, fleet: Callable[[int], 
             assert all(same(one, weights) for one in into)
             weights = {name: tensor.clone() for name, tensor in weights.items()}
             weights["w3"][::7] += 1.0
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+@pytest.mark.parametrize("newer", [1, 2])
+def test_a_version_that_is_not_kept_any_more_is_still_brought_or_is_gone(
+    tmp_path: Path, fleet: Callable[[int], list[Receiver]], monkeypatch: pytest.MonkeyPatch, newer: int, forgotten: bool
+) -> None:
+    with Publisher(KINDS[_kind](tmp_path / "meet"), keep_versions=1, max_blocks=2) as publisher:
+        publisher.publish(state(1), 1)
+        [receiver], into = fleet(1), zeros()
+        real = peers.SharedFetch.tell
+
+        def tell(self: Any, check: Callable[[], None]) -> None:
+            real(self, check)
+            for version in range(2, 2 + newer):
+                publisher.publish(state(version), version)
+            if forgotten:
+                publisher._half._served.fan_outs.clear()  # type: ignore[attr-defined]
+
+        with monkeypatch.context() as patched:
+            patched.setattr(peers.SharedFetch, "tell", tell)
+            got = at_once([lambda: receiver.receive(into, 1, timeout=5.0)])[0]
+        if newer == 1:  # its lease keeps it
+            assert got == 1
+            assert same(into, state(1))
+        else:
+            assert isinstance(got, VersionRevoked)
+            assert receiver.receive(into) == 1 + newer
 
 
 def test_one_without_fan_out_beside(
