@@ -30,7 +30,7 @@ from holdfast.errors import ConfigError, HoldfastError, StorageError
 from holdfast.sync.session.links import Ended, EventLoop, Link, connect
 from holdfast.sync.session.rendezvous import this_machine
 from holdfast.sync.versions import messages
-from holdfast.sync.versions.block import BlockMemory
+from holdfast.sync.versions.block import HEADER_BYTES, BlockMemory
 from holdfast.sync.versions.books import VersionKey
 from holdfast.sync.versions.fanout import FanOut, RunOutcome
 from holdfast.sync.versions.reads import ReadThreads, send_all, send_range, send_sized
@@ -72,7 +72,7 @@ class Served:
     closed: threading.Event = field(default_factory=threading.Event)
     deltas: BlockDeltas | None = None
     fan_outs: dict[VersionKey, FanOut] = field(default_factory=dict)
-    """Of versions that receivers have asked for: those that are kept, and a few that may be under way."""
+    """Of versions that receivers have asked for, and deltas to these: of versions that are kept, and a few others."""
     places: dict[str, messages.RankPlace] = field(default_factory=dict)
     """Where receivers that serve others listen."""
     memory_reads: MemoryReads | None = None
@@ -254,6 +254,8 @@ class BlockServer:
                 self._send_ranges(sock, asked)
             case messages.ReadDelta():
                 self._send_delta(sock, asked)
+            case messages.ReadHeld():
+                self._send_held(sock, asked)
             case messages.AskSource():
                 self._send_source(sock, receiver, asked)
             case messages.Brought():
@@ -285,8 +287,22 @@ class BlockServer:
             layout = self._served.layouts.get(asked.version)
         if deltas is not None and layout is not None:
             base, wanted = VersionKey(asked.base, asked.base_digest), VersionKey(asked.version, asked.digest)
-            encoded = deltas.find(base, wanted, layout.data_bytes, lambda: self._stopping)
+            if not asked.shares:
+                encoded = deltas.find(base, wanted, layout.data_bytes, lambda: self._stopping)
+            elif (found := deltas.offer(base, wanted, layout.data_bytes, lambda: self._stopping)) is not None:
+                key, offer = found
+                with self._served.lock:
+                    self._served.fan_outs.setdefault(key, FanOut(offer.extents))
+                encoded = msgspec.msgpack.encode(offer)
         send_sized(sock, encoded, self._peer_timeout_s)
+        events.count("sync_bytes_sent", len(encoded))
+
+    def _send_held(self, sock: socket.socket, asked: messages.ReadHeld) -> None:
+        """Send bytes of a delta that was offered."""
+        deltas, start, end = self._served.deltas, asked.start - HEADER_BYTES, asked.end - HEADER_BYTES
+        encoded = b"" if deltas is None else deltas.read(asked.digest, start, end)
+        send_all(sock, b"\x01" if encoded else b"\x00", self._peer_timeout_s)
+        send_all(sock, encoded, self._peer_timeout_s)
         events.count("sync_bytes_sent", len(encoded))
 
     def _send_source(self, sock: socket.socket, receiver: str, asked: messages.AskSource) -> None:
