@@ -23,7 +23,7 @@ from holdfast import events
 from holdfast.engine.wire import encode
 from holdfast.errors import ConfigError, PeerLost, VersionRevoked
 from holdfast.sync import NixlTransport, ProcessGroupTransport, Publisher, Receiver
-from holdfast.sync.versions import messages, mirror, peers
+from holdfast.sync.versions import fanout, messages, mirror, peers
 from holdfast.sync.versions.books import VersionKey
 
 MIB = 1 << 20
@@ -337,6 +337,13 @@ def publish_delta(publisher: Publisher, weights: dict[str, torch.Tensor], versio
     return size_of_delta(publisher, version, base)
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take nobody for ill on a busy machine."""
+    monkeypatch.setattr(fanout, "_PATIENCE_S", 10.0)
+    monkeypatch.setattr(peers, "_SILENT_S", 10.0)
+
+
 def size_of_delta(publisher: Publisher, version: int, base: int) -> int:
     half: Any = publisher._half
     deltas, wanted = half._served.deltas, VersionKey(version, half._records[version].digests[0])
@@ -354,6 +361,7 @@ def held_by(receiver: Receiver) -> peers.HeldMirrors:
 
 
 @pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.usefixtures("patient")
 def test_the_publisher_sends_a_delta_once(
     encoding: Publisher, fleet: Callable[[int], list[Receiver]], count: int
 ) -> None:
@@ -375,6 +383,7 @@ def test_the_publisher_sends_a_delta_once(
         assert len(held._held) <= 2 + peers._DELTAS_KEPT
 
 
+@pytest.mark.usefixtures("patient")
 def test_laggards_bring_their_own_delta_from_one_another(
     encoding: Publisher, fleet: Callable[[int], list[Receiver]]
 ) -> None:
@@ -397,6 +406,7 @@ def test_laggards_bring_their_own_delta_from_one_another(
     assert abs(served - 2) <= 0.3
 
 
+@pytest.mark.usefixtures("patient")
 def test_who_comes_late_brings_the_delta_from_those_who_have_it(
     encoding: Publisher, fleet: Callable[[int], list[Receiver]]
 ) -> None:
