@@ -1,4 +1,4 @@
-"""`FanOut`: how a version spreads to up to 1,024 receivers, in simulated time, with hops that die, stop, or lie."""
+"""`FanOut`: how a version or a delta spreads to up to 1,024 receivers, in simulated time; hops die, stop, or lie."""
 
 from __future__ import annotations
 
@@ -155,6 +155,44 @@ def test_hops_that_die_stop_or_lie_are_routed_around(ill: str, seed: int) -> Non
     assert len(well) >= 58
 
 
+@pytest.mark.parametrize("extents", [1, 7, 31])
+@pytest.mark.parametrize("receivers", [1, 2, 8, 64, 1024])
+def test_the_publishers_link_carries_a_delta_about_once(receivers: int, extents: int) -> None:
+    """A delta has few extents: 31 are 3 % of 1 GiB, fewer runs than receivers."""
+    fleet = Fleet(receivers, extents)
+    took_s = fleet.run()
+    assert fleet.publisher_sent <= 1.1
+    assert took_s <= 3.0 * extents / RATE + 0.5
+
+
+@pytest.mark.parametrize("extents", [1, 7, 31])
+@pytest.mark.parametrize("ill", ["dead", "stopped", "lies"])
+def test_hops_with_a_delta_that_die_stop_or_lie_are_routed_around(ill: str, extents: int) -> None:
+    sent: list[float] = []
+    for seed in range(20):
+        choose = random.Random(seed)
+        fleet = Fleet(64, extents)
+        ills = {f"r{n}": (choose.uniform(0.0, 0.06), ill) for n in choose.sample(range(64), 6)}
+        took_s = fleet.run(ills)
+        sent.append(fleet.publisher_sent)
+        assert took_s <= 0.5 + (3 * SILENCE_S if ill == "stopped" else 0.0), seed
+        well = [peer for peer in fleet.peers.values() if peer.state == "well"]
+        assert all(peer.here == peer.wanted for peer in well)
+        assert len(well) >= 58
+    assert sum(sent) / len(sent) <= 1.35, sent
+    assert max(sent) <= 4.0, "the first to have it may be ill, and has to be found out"
+
+
+@pytest.mark.parametrize("ill", ["dead", "stopped"])
+def test_the_first_with_a_delta_may_be_lost_while_it_brings_it(ill: str) -> None:
+    fleet = Fleet(8, 7)
+    for name in ("r1", "r2", "r3", "r4", "r5", "r6", "r7"):
+        fleet.peers[name].begins_s = 0.001
+    took_s = fleet.run({"r0": (0.002, ill)})
+    assert fleet.publisher_sent <= 2.0
+    assert took_s <= 0.1 + (2 * SILENCE_S if ill == "stopped" else 0.0)
+
+
 def test_those_who_come_late_or_want_slices_are_served_by_others() -> None:
     choose = random.Random(1)
     fleet = Fleet(32, 1024)
@@ -201,11 +239,23 @@ def test_a_holder_that_has_no_more_or_fails_twice_is_not_named() -> None:
             assert source is not None
             assert source.holder == "a"
             fan.brought(f"b{number}", source.number, 0, outcome)
-            assert fan.ask(f"b{number}", lacking, 0.0, 0.0) is None
-        assert fan.ask("c", lacking, 0.0, 0.0) is None
-        found = fan.ask("c", lacking, 2.0, 0.0)
+            if number + 1 < askers:
+                assert fan.ask(f"b{number}", lacking, 0.0, 0.0) is None, "it is left out for this one only, so far"
+        found = fan.ask("c", lacking, 0.0, 0.0)
         assert found is not None
         assert not found.holder
+        assert fan.ask("d", lacking, 0.0, 0.0) is None, "it is sent again once"
+
+
+def test_those_who_have_waited_are_not_all_sent_what_is_on_its_way() -> None:
+    fan = FanOut(4)
+    lacking = bits_between(0, 4)
+    assert fan.ask("a", lacking, 0.0, 0.0) == RunSource(1, 0, 4, "")
+    for waited_s in (0.5, 1.5, 3.5):
+        assert fan.ask("b", lacking, waited_s, 0.9) is None
+    assert fan.ask("b", lacking, 4.5, 0.9) == RunSource(2, 0, 4, "")
+    assert fan.ask("c", lacking, 2.0, 1.5) is None, "a took too long, but b brings it"
+    assert fan.ask("c", lacking, 2.0, 2.5) == RunSource(3, 0, 4, "")
 
 
 def test_what_others_say_of_a_run_that_is_not_theirs_changes_nothing() -> None:

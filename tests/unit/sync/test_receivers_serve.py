@@ -14,15 +14,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 import holdfast
 from holdfast import events
 from holdfast.engine.wire import encode
-from holdfast.errors import ConfigError, PeerLost
+from holdfast.errors import ConfigError, PeerLost, VersionRevoked
 from holdfast.sync import NixlTransport, ProcessGroupTransport, Publisher, Receiver
-from holdfast.sync.versions import messages, peers
+from holdfast.sync.versions import fanout, messages, mirror, peers
+from holdfast.sync.versions.books import VersionKey
 
 MIB = 1 << 20
 LEAVES = 24
@@ -78,16 +80,17 @@ def at_once(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 class Moved:
-    """Versions that the publisher has sent, and that receivers have sent to others, since."""
+    """Versions (of ``nbytes``) that the publisher has sent, and that receivers have sent to others, since."""
 
-    def __init__(self) -> None:
+    def __init__(self, nbytes: int = NBYTES) -> None:
+        self._nbytes = nbytes
         self._before = events.statistics()
 
     def __call__(self) -> tuple[float, float]:
         before, self._before = self._before, events.statistics()
         names = ("sync_bytes_brought", "sync_bytes_from_receivers")
         sent, served = (self._before[name] - before[name] for name in names)
-        return sent / NBYTES, served / NBYTES
+        return sent / self._nbytes, served / self._nbytes
 
 
 @pytest.fixture
@@ -191,7 +194,7 @@ def test_a_mirror_that_is_used_for_something_else_is_not_served(
 
 
 class Hop:
-    """A receiver in a process of its own, which has version 1 and serves it."""
+    """A receiver in a process of its own, which serves version 1, and what follows it once it is told to."""
 
     def __init__(self, tmp_path: Path) -> None:
         code = (
@@ -200,7 +203,8 @@ class Hop:
             "receiver = Receiver(Transport(sys.argv[1], fan_out=True))\n"
             f"into = {{f'w{{n}}': torch.zeros(512, 512) for n in range({LEAVES})}}\n"
             "print(receiver.receive(into, timeout=30), flush=True)\n"
-            "sys.stdin.read()\n"
+            "for _ in sys.stdin:\n"
+            "    print(receiver.receive(into, timeout=30), flush=True)\n"
         )
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, str(tmp_path / "meet")],
@@ -209,8 +213,16 @@ class Hop:
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
+        self.expect(1)
+
+    def receive(self, version: int) -> None:
+        assert self.process.stdin is not None
+        print(file=self.process.stdin, flush=True)
+        self.expect(version)
+
+    def expect(self, version: int) -> None:
         assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "1\n"
+        assert self.process.stdout.readline() == f"{version}\n"
 
     def close(self) -> None:
         self.process.send_signal(signal.SIGKILL)
@@ -235,6 +247,28 @@ def test_a_hop_that_is_killed_or_stopped_is_routed_around(
     finally:
         for hop in hops:
             hop.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_hop_with_a_delta_that_is_killed_or_stopped_is_routed_around(
+    tmp_path: Path, encoding: Publisher, fleet: Callable[[int], list[Receiver]], how: signal.Signals
+) -> None:
+    encoding.publish(state(1), 1)
+    hop = Hop(tmp_path)
+    try:
+        receivers, into = fleet(3), [zeros() for _ in range(3)]
+        assert receive_all(receivers, into) == [1] * 3
+        weights = step(state(1), 2)
+        moved = Moved(publish_delta(encoding, weights, 2, 1))
+        hop.receive(2)
+        hop.process.send_signal(how)
+        began = time.monotonic()
+        assert receive_all(receivers, into) == [2] * 3
+        assert all(same(one, weights) for one in into)
+        assert time.monotonic() - began < 15
+        assert sum(moved()) <= 3.3  # the delta, not the version
+    finally:
+        hop.close()
 
 
 def test_a_hop_killed_while_others_read_from_it(
@@ -282,17 +316,252 @@ def test_who_does_not_know_the_token_is_sent_nothing(
         assert sock.recv(1) == b"\x00"
 
 
-def test_deltas_and_receivers_that_serve(tmp_path: Path, fleet: Callable[[int], list[Receiver]]) -> None:
+# Deltas --------------------------------------------------------------------------------------------------------------
+
+
+def step(weights: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """The weights after a step: 4 % of the elements are others, in every extent."""
+    where = torch.randint(512 * 512, (512 * 512 // 25,), generator=torch.Generator().manual_seed(seed))
+    return {name: tensor.flatten().index_fill(0, where, seed).view(512, 512) for name, tensor in weights.items()}
+
+
+@pytest.fixture
+def encoding(tmp_path: Path) -> Iterator[Publisher]:
+    with Publisher(KINDS[_kind](tmp_path / "meet"), delta="sparse") as found:
+        yield found
+
+
+def publish_delta(publisher: Publisher, weights: dict[str, torch.Tensor], version: int, base: int) -> int:
+    """Publish, and wait for the delta that leads there from ``base``; return its size."""
+    publisher.publish(weights, version)
+    return size_of_delta(publisher, version, base)
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take nobody for ill on a busy machine."""
+    monkeypatch.setattr(fanout, "_PATIENCE_S", 10.0)
+    monkeypatch.setattr(peers, "_SILENT_S", 10.0)
+
+
+def size_of_delta(publisher: Publisher, version: int, base: int) -> int:
+    half: Any = publisher._half
+    deltas, wanted = half._served.deltas, VersionKey(version, half._records[version].digests[0])
+    deltas.find(wanted, wanted, 1 << 40, lambda: False)
+    bases = {kept.base.version: kept.base for kept in deltas._kept.values()}
+    return len(deltas.find(bases[base], wanted, 1 << 40, lambda: False))
+
+
+def receive_all(receivers: Sequence[Receiver], into: Sequence[dict[str, torch.Tensor]]) -> list[Any]:
+    return at_once([lambda one=one, to=to: one.receive(to) for one, to in zip(receivers, into, strict=True)])
+
+
+def held_by(receiver: Receiver) -> peers.HeldMirrors:
+    return receiver._half._ranks._held  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.usefixtures("patient")
+def test_the_publisher_sends_a_delta_once(
+    encoding: Publisher, fleet: Callable[[int], list[Receiver]], count: int
+) -> None:
+    receivers, into = fleet(count), [zeros() for _ in range(count)]
     weights = state(1)
-    with Publisher(KINDS[_kind](tmp_path / "meet"), delta="sparse") as publisher:
-        receivers, into = fleet(3), [zeros() for _ in range(3)]
-        for version in range(1, 6):
+    encoding.publish(weights, 1)
+    assert receive_all(receivers, into) == [1] * count
+    for version in (2, 3, 4):
+        weights = step(weights, version)
+        moved = Moved(publish_delta(encoding, weights, version, version - 1))
+        assert receive_all(receivers, into) == [version] * count
+        assert all(same(one, weights) for one in into)
+        sent, served = moved()
+        assert 0.9 <= sent <= 1.3
+        assert abs(served - (count - 1)) <= 0.3
+    for receiver in receivers:
+        held = held_by(receiver)
+        assert [len(kept) for kept in held._deltas.values()] == [peers._DELTAS_KEPT]
+        assert len(held._held) <= 2 + peers._DELTAS_KEPT
+
+
+@pytest.mark.usefixtures("patient")
+def test_laggards_bring_their_own_delta_from_one_another(
+    encoding: Publisher, fleet: Callable[[int], list[Receiver]]
+) -> None:
+    receivers, into = fleet(6), [zeros() for _ in range(6)]
+    weights = state(1)
+    encoding.publish(weights, 1)
+    assert receive_all(receivers, into) == [1] * 6
+    for version in (2, 3):
+        weights = step(weights, version)
+        publish_delta(encoding, weights, version, version - 1)
+        assert receive_all(receivers[:3], into[:3]) == [version] * 3
+    weights = step(weights, 4)
+    near, far = publish_delta(encoding, weights, 4, 3), size_of_delta(encoding, 4, 1)
+    assert near < far < NBYTES / 2
+    moved = Moved(near + far)
+    assert receive_all(receivers, into) == [4] * 6
+    assert all(same(one, weights) for one in into)
+    sent, served = moved()
+    assert 0.9 <= sent <= 1.3
+    assert abs(served - 2) <= 0.3
+
+
+@pytest.mark.usefixtures("patient")
+def test_who_comes_late_brings_the_delta_from_those_who_have_it(
+    encoding: Publisher, fleet: Callable[[int], list[Receiver]]
+) -> None:
+    receivers, into = fleet(3), [zeros() for _ in range(3)]
+    encoding.publish(state(1), 1)
+    assert receive_all(receivers, into) == [1] * 3
+    weights = step(state(1), 2)
+    moved = Moved(publish_delta(encoding, weights, 2, 1))
+    for one, to in zip(receivers, into, strict=True):
+        assert one.receive(to) == 2
+        assert same(to, weights)
+    sent, served = moved()
+    assert 0.9 <= sent <= 1.1
+    assert abs(served - 2) <= 0.1
+
+
+def test_a_hop_with_a_damaged_delta_costs_bytes_only(
+    encoding: Publisher, fleet: Callable[[int], list[Receiver]], caplog: pytest.LogCaptureFixture
+) -> None:
+    receivers, into = fleet(4), [zeros() for _ in range(4)]
+    encoding.publish(state(1), 1)
+    assert receive_all(receivers, into) == [1] * 4
+    weights = step(state(1), 2)
+    moved = Moved(publish_delta(encoding, weights, 2, 1))
+    assert receivers[0].receive(into[0]) == 2
+    [[image]] = held_by(receivers[0])._deltas.values()
+    image.bytes_view[4096::4096] += 1
+    for one, to in zip(receivers[1:], into[1:], strict=True):
+        assert one.receive(to) == 2
+        assert same(to, weights)
+    sent, served = moved()
+    assert sent + served <= 4 + 2 + 0.3  # two find out
+    assert "sent other bytes of a delta to version 2" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda _: b"\xc1",
+        lambda offer: offer[:-1] + bytes([offer[-1] ^ 1]),
+        lambda _: msgspec.msgpack.encode(messages.DeltaOffer(1 << 40, b"")),
+        lambda _: msgspec.msgpack.encode(messages.DeltaOffer(1 << 20, bytes(16))),
+    ],
+)
+def test_an_offer_that_is_damaged_is_followed_by_the_bytes(
+    encoding: Publisher, fleet: Callable[[int], list[Receiver]], monkeypatch: pytest.MonkeyPatch, spoil: Any
+) -> None:
+    receivers, into = fleet(2), [zeros() for _ in range(2)]
+    encoding.publish(state(1), 1)
+    assert receive_all(receivers, into) == [1] * 2
+    weights = step(state(1), 2)
+    publish_delta(encoding, weights, 2, 1)
+    real = mirror.RankReader.read_delta
+    monkeypatch.setattr(mirror.RankReader, "read_delta", lambda *arguments: spoil(real(*arguments)))
+    assert receive_all(receivers, into) == [2] * 2
+    assert all(same(one, weights) for one in into)
+
+
+def test_a_delta_that_the_publisher_drops_meanwhile_is_followed_by_the_bytes(
+    encoding: Publisher, fleet: Callable[[int], list[Receiver]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [receiver], into = fleet(1), zeros()
+    encoding.publish(state(1), 1)
+    assert receiver.receive(into) == 1
+    weights = step(state(1), 2)
+    publish_delta(encoding, weights, 2, 1)
+    real = peers.SharedFetch.tell
+
+    def tell(self: Any, check: Callable[[], None]) -> None:
+        real(self, check)
+        encoding._half._served.deltas._shared.clear()  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(peers.SharedFetch, "tell", tell)
+    assert receiver.receive(into) == 2
+    assert same(into, weights)
+    assert not held_by(receiver)._deltas
+
+
+def test_a_receiver_closed_while_others_bring_its_delta(
+    encoding: Publisher, fleet: Callable[[int], list[Receiver]]
+) -> None:
+    receivers, into = fleet(4), [zeros() for _ in range(4)]
+    weights = state(1)
+    encoding.publish(weights, 1)
+    assert receive_all(receivers, into) == [1] * 4
+    weights = step(weights, 2)
+    publish_delta(encoding, weights, 2, 1)
+    assert receivers[0].receive(into[0]) == 2
+    kept = next(iter(held_by(receivers[0])._deltas.values()))
+    threading.Timer(0.01, receivers[0].close).start()
+    assert receive_all(receivers[1:], into[1:]) == [2] * 3
+    assert all(same(one, weights) for one in into)
+    receivers[0].close()
+    assert [image._close_fd.alive for image in kept] == [False]
+
+
+def test_large_deltas_are_not_kept_by_receivers(
+    tmp_path: Path, fleet: Callable[[int], list[Receiver]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receivers, into = fleet(2), [zeros() for _ in range(2)]
+    with Publisher(KINDS[_kind](tmp_path / "meet"), delta="sparse", delta_bytes=2 * NBYTES) as publisher:
+        for version in (1, 2):
+            weights = {name: tensor * version for name, tensor in state(1).items()}  # the exponents
             publisher.publish(weights, version)
-            got = at_once([lambda one=one, to=to: one.receive(to) for one, to in zip(receivers, into, strict=True)])
-            assert got == [version] * 3
+            assert receive_all(receivers, into) == [version] * 2
             assert all(same(one, weights) for one in into)
-            weights = {name: tensor.clone() for name, tensor in weights.items()}
-            weights["w3"][::7] += 1.0
+        for receiver in receivers:
+            assert sum(image.nbytes for kept in held_by(receiver)._deltas.values() for image in kept) <= NBYTES / 2
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_one_without_fan_out_brings_deltas_from_the_publisher(
+    tmp_path: Path, encoding: Publisher, fleet: Callable[[int], list[Receiver]], serves: bool
+) -> None:
+    weights = state(1)
+    with Receiver(KINDS[_kind](tmp_path / "meet")) as plain:
+        receivers = [plain, *(fleet(1) if serves else [])]
+        into = [zeros() for _ in receivers]
+        encoding.publish(weights, 1)
+        assert receive_all(receivers, into) == [1] * len(receivers)
+        weights = step(weights, 2)
+        moved = Moved(publish_delta(encoding, weights, 2, 1))
+        assert receive_all(receivers, into) == [2] * len(receivers)
+        assert all(same(one, weights) for one in into)
+        sent, served = moved()
+        assert abs(sent - len(receivers)) < 0.2
+        assert served == 0
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+@pytest.mark.parametrize("newer", [1, 2])
+def test_a_version_that_is_not_kept_any_more_is_still_brought_or_is_gone(
+    tmp_path: Path, fleet: Callable[[int], list[Receiver]], monkeypatch: pytest.MonkeyPatch, newer: int, forgotten: bool
+) -> None:
+    with Publisher(KINDS[_kind](tmp_path / "meet"), keep_versions=1, max_blocks=2) as publisher:
+        publisher.publish(state(1), 1)
+        [receiver], into = fleet(1), zeros()
+        real = peers.SharedFetch.tell
+
+        def tell(self: Any, check: Callable[[], None]) -> None:
+            real(self, check)
+            for version in range(2, 2 + newer):
+                publisher.publish(state(version), version)
+            if forgotten:
+                publisher._half._served.fan_outs.clear()  # type: ignore[attr-defined]
+
+        with monkeypatch.context() as patched:
+            patched.setattr(peers.SharedFetch, "tell", tell)
+            got = at_once([lambda: receiver.receive(into, 1, timeout=5.0)])[0]
+        if newer == 1:  # its lease keeps it
+            assert got == 1
+            assert same(into, state(1))
+        else:
+            assert isinstance(got, VersionRevoked)
+            assert receiver.receive(into) == 1 + newer
 
 
 def test_one_without_fan_out_beside(

@@ -372,6 +372,7 @@ class RankVersion:
         if layout is None:
             layout = layouts[key] = BlockLayout.decode(encoded)
         self.layout = layout
+        self.data_bytes = layout.data_bytes
         self.data = block.view[HEADER_BYTES : HEADER_BYTES + layout.data_bytes]
         self._typed = ByteMemory(self.data)
 

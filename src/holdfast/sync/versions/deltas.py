@@ -2,6 +2,7 @@
 
     published(v) -> a lease on v's block -> a thread encodes v-1 to v, run by run -> kept within ``delta_bytes``
     find(base, v) -> waits a moment for what is being encoded -> a record a run, folded if there are several steps
+    offer(base, v) -> the same, with checksums of its extents: for receivers that bring it from one another
 
 A *run* is a range of a block with pieces whose elements have one size; its bytes are one array (`format.sparse`).
 
@@ -17,13 +18,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
+import xxhash
 
 from holdfast import events
 from holdfast.errors import HoldfastError
 from holdfast.format import sparse
+from holdfast.format.manifest import EXTENT_BYTES, SUM_BYTES
+from holdfast.sync.versions import messages
 from holdfast.sync.versions.block import HEADER_BYTES, BlockLayout, MappedBlock
 from holdfast.sync.versions.books import VersionKey
 from holdfast.sync.weights.pieces import copy_threads
@@ -76,10 +80,31 @@ def decode_records(encoded: bytes) -> list[bytes]:
     return _RECORDS.decode(encoded)
 
 
+def sum_of(encoded: memoryview, extent: int) -> bytes:
+    """Return the checksum of one extent of an encoded delta, as in its offer."""
+    part = encoded[extent * EXTENT_BYTES : (extent + 1) * EXTENT_BYTES]
+    return xxhash.xxh3_64_intdigest(part).to_bytes(SUM_BYTES, "little")
+
+
+def delta_key(base: VersionKey, wanted: VersionKey, offer: messages.DeltaOffer) -> VersionKey:
+    """Return by what a delta is known that receivers bring from one another: it stands for all of its bytes."""
+    size = offer.nbytes.to_bytes(8, "little")
+    return VersionKey(wanted.version, xxhash.xxh3_128_digest(base.digest + wanted.digest + size + offer.sums))
+
+
 class _StepDelta(NamedTuple):
     base: VersionKey
-    records: list[bytes]
-    nbytes: int
+    encoded: bytes
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.encoded)
+
+
+class _SharedDelta(NamedTuple):
+    encoded: bytes
+    key: VersionKey
+    offer: messages.DeltaOffer
 
 
 class BlockDeltas:
@@ -92,7 +117,11 @@ class BlockDeltas:
         self._changed = threading.Condition()
         self._kept: dict[VersionKey, _StepDelta] = {}
         """By the version that it leads to, oldest first."""
-        self._folded: dict[tuple[VersionKey, VersionKey], list[bytes]] = {}
+        self._folding = threading.Lock()
+        self._folded: dict[tuple[VersionKey, VersionKey], bytes] = {}
+        self._sharing = threading.Lock()
+        self._shared: dict[tuple[VersionKey, VersionKey], _SharedDelta] = {}
+        """Those that receivers bring from one another, oldest first; none outlives the step that it ends with."""
         self._last: tuple[VersionKey, BlockLease, BlockLayout] | None = None
         self._next: tuple[VersionKey, BlockLease, BlockLayout] | None = None
         self._encoding: VersionKey | None = None
@@ -128,15 +157,34 @@ class BlockDeltas:
                 at = kept.base
             if at != base or not chain:
                 return b""
-            known = self._folded.get((base, wanted)) if len(chain) > 1 else chain[0].records
-        if known is None:
-            known = _folded([kept.records for kept in chain])
-            with self._changed:
-                self._folded[base, wanted] = known
-                for key in list(self._folded)[:-_FOLDED_MAX]:
-                    del self._folded[key]
-        encoded = msgspec.msgpack.encode(known)
+        encoded = chain[0].encoded if len(chain) == 1 else self._fold(base, wanted, chain)
         return encoded if len(encoded) < data_bytes else b""  # else the bytes themselves are less
+
+    def offer(
+        self, base: VersionKey, wanted: VersionKey, data_bytes: int, stopping: Callable[[], bool]
+    ) -> tuple[VersionKey, messages.DeltaOffer] | None:
+        """Return the key and the offer of the delta that leads from ``base`` to ``wanted``; None if there is none."""
+        encoded = self.find(base, wanted, data_bytes, stopping)
+        if not encoded:
+            return None
+        with self._sharing:  # once, for all who ask
+            made = self._shared.get((base, wanted))
+            if made is None or made.encoded is not encoded:
+                memory = memoryview(encoded)
+                sums = b"".join(sum_of(memory, extent) for extent in range(-(-len(encoded) // EXTENT_BYTES)))
+                offer = messages.DeltaOffer(len(encoded), sums)
+                made = _SharedDelta(encoded, delta_key(base, wanted, offer), offer)
+                with self._changed:
+                    if wanted in self._kept:
+                        self._shared[base, wanted] = made
+                    self._drop_oldest(self._shared, self._limit(data_bytes))
+        return made.key, made.offer
+
+    def read(self, digest: bytes, start: int, end: int) -> memoryview:
+        """Return bytes of a delta that was offered; none if it isn't kept any more, or hasn't so many."""
+        with self._changed:
+            found = next((one.encoded for one in self._shared.values() if one.key.digest == digest), b"")
+        return memoryview(found)[start:end] if 0 <= start < end <= len(found) else memoryview(b"")
 
     def close(self, timeout_s: float) -> None:
         """End the thread; idempotent."""
@@ -149,6 +197,20 @@ class BlockDeltas:
         if self._closed:
             return False
         return self._encoding == wanted or (self._next is not None and self._next[0] == wanted)
+
+    def _fold(self, base: VersionKey, wanted: VersionKey, chain: Sequence[_StepDelta]) -> bytes:
+        """Return one record a run for several steps; made once for all who ask."""
+        with self._folding:
+            with self._changed:
+                known = self._folded.get((base, wanted))
+            if known is None:
+                steps = [decode_records(step.encoded) for step in chain]
+                known = msgspec.msgpack.encode([sparse.fold(run, threads=1) for run in zip(*steps, strict=True)])
+                with self._changed:
+                    self._folded[base, wanted] = known
+                    for key in list(self._folded)[:-_FOLDED_MAX]:
+                        del self._folded[key]
+            return known
 
     # the thread ----------------------------------------------------------------------------------------------------
 
@@ -195,9 +257,8 @@ class BlockDeltas:
                 return None
         if (old.epoch, new.epoch) != (before[1].epoch, now[1].epoch):
             return None
-        nbytes = sum(map(len, records))
         events.count("sync_deltas_encoded")
-        return _StepDelta(before[0], records, nbytes)
+        return _StepDelta(before[0], msgspec.msgpack.encode(records))
 
     def _mapping(self, lease: BlockLease) -> MappedBlock | None:
         """Map the block of a lease, of its own: the publisher may close its mapping at any moment."""
@@ -214,18 +275,23 @@ class BlockDeltas:
         return self._mapped[number]
 
     def _keep(self, key: VersionKey, kept: _StepDelta | None, data_bytes: int) -> None:
-        limit = int(_SHARE * data_bytes) if self._delta_bytes is None else self._delta_bytes
+        limit = self._limit(data_bytes)
         with self._changed:
             self._encoding = None
             if kept is not None and kept.nbytes <= limit:
                 self._kept[key] = kept
-                while sum(one.nbytes for one in self._kept.values()) > limit:
-                    del self._kept[next(iter(self._kept))]
+                self._drop_oldest(self._kept, limit)
                 self._folded.clear()
             else:
                 self._kept.clear()  # nothing leads on from these
+            self._shared = {pair: shared for pair, shared in self._shared.items() if pair[1] in self._kept}
             self._changed.notify_all()
 
+    def _limit(self, data_bytes: int) -> int:
+        return int(_SHARE * data_bytes) if self._delta_bytes is None else self._delta_bytes
 
-def _folded(steps: Sequence[Sequence[bytes]]) -> list[bytes]:
-    return [sparse.fold(records, threads=1) for records in zip(*steps, strict=True)]
+    @staticmethod
+    def _drop_oldest(deltas: dict[Any, _StepDelta] | dict[Any, _SharedDelta], limit: int) -> None:
+        """Drop deltas, oldest first, until they have at most ``limit`` bytes, or one is left."""
+        while len(deltas) > 1 and sum(len(one.encoded) for one in deltas.values()) > limit:
+            del deltas[next(iter(deltas))]

@@ -2,15 +2,16 @@
 
     ask (what it lacks) -> a run of extents and its source -> brought (what it has now)        again, until it has all
 
-A publisher rank has one of these for each version that receivers share. An extent that nobody was sent comes from the
-publisher, at most `PUBLISHER_READS` runs at a time; one that a receiver has comes from there, at most `HOLDER_READS`
-at a time from each. Else who asks waits a moment, and asks again. So each receiver that has something passes it on
-while it still brings the rest, and the publisher's link carries each byte about once: parts spread as in a tree that
-nobody has to keep, and a receiver that dies, comes late or wants slices only is no special case.
+A publisher rank has one of these for each version that receivers share, and one for each delta. An extent that nobody
+was sent comes from the publisher, at most `PUBLISHER_READS` runs at a time; one that a receiver has comes from there,
+at most `HOLDER_READS` at a time from each. Else who asks waits a moment, and asks again. So each receiver that has
+something passes it on while it still brings the rest, and the publisher's link carries each byte about once: parts
+spread as in a tree that nobody has to keep, and a receiver that dies, comes late or wants slices only is no special
+case.
 
 Guarantees: a run that isn't brought in time counts as given up, and a source from which two receivers brought nothing
-good isn't named any more. Who has waited too long is sent to the publisher: no receiver can keep another from its
-version. What is named is a hint: receivers verify what they bring.
+good isn't named any more: what it alone has the publisher sends again. Who has waited too long is sent to the
+publisher: no receiver can keep another from its version. What is named is a hint: receivers verify what they bring.
 Pure: no clock, no threads, no connections; the caller holds a lock. Same calls, same answers.
 Does not: move bytes (``versions.peers``), or know what is in memory (``versions.books``).
 """
@@ -36,6 +37,8 @@ _RUN_MAX: Final = 64
 _LOOKED_AT: Final = 16
 """Holders that are considered for one answer."""
 _PATIENCE_S: Final = 1.0
+_PATIENCE_MAX_S: Final = 4.0
+"""Who has waited so long is sent what the publisher is sending to others, too."""
 _LOOK_S: Final = 0.1
 """How often runs that have taken too long are looked for."""
 _BYTES_A_SECOND_MIN: Final = 16e6
@@ -83,6 +86,11 @@ class _Holder:
     """Holders from which it brought nothing good."""
     shunned_by: set[str] = field(default_factory=set)
 
+    @property
+    def is_named(self) -> bool:
+        """Return True if it has something that others may bring."""
+        return bool(self.here) and len(self.shunned_by) < _STRIKES
+
 
 @dataclass(slots=True)
 class _Reading:
@@ -129,8 +137,10 @@ class FanOut:
             return self._begin(asker, self._first(have, self._anywhere()), name, now_s)
         mine = self._holder(asker)
         mine.is_impatient = mine.is_impatient or waited_s > _PATIENCE_S
-        if lacking and mine.is_impatient and self._reads < PUBLISHER_READS_MAX:
-            return self._begin(asker, self._first(lacking, self._anywhere()), "", now_s)
+        if mine.is_impatient and self._reads < PUBLISHER_READS_MAX:
+            again = lacking if waited_s > _PATIENCE_MAX_S else lacking & ~self._being_sent()
+            if again:
+                return self._begin(asker, self._first(again, self._anywhere()), "", now_s)
         return None
 
     def brought(self, asker: str, number: int, here: int, outcome: RunOutcome) -> None:
@@ -150,11 +160,14 @@ class FanOut:
         if outcome == RunOutcome.HERE:
             mine.is_impatient = False
             return
+        had = holder.here
         if outcome == RunOutcome.GONE:
             holder.here = 0
-            return
-        mine.shuns.add(reading.source.holder)
-        holder.shunned_by.add(asker)
+        else:
+            mine.shuns.add(reading.source.holder)
+            holder.shunned_by.add(asker)
+        if not holder.is_named:
+            self._unsend(had)
 
     def forget(self, asker: str) -> None:
         """Forget a receiver that has gone, and what it was bringing."""
@@ -164,7 +177,7 @@ class FanOut:
         if gone is not None:
             if gone.is_known:
                 self._names.remove(asker)
-            self._sent &= ~gone.here | self._somewhere()
+            self._unsend(gone.here)
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -178,9 +191,9 @@ class FanOut:
         best: tuple[int, str] | None = None
         for name in names:
             holder = self._holders[name]
-            if name == asker or name in shunned or holder.reads >= HOLDER_READS or len(holder.shunned_by) >= _STRIKES:
+            if name == asker or name in shunned or holder.reads >= HOLDER_READS:
                 continue
-            if holder.here & lacking and (best is None or holder.reads < best[0]):
+            if holder.here & lacking and holder.is_named and (best is None or holder.reads < best[0]):
                 best = holder.reads, name
         return None if best is None else best[1]
 
@@ -213,8 +226,7 @@ class FanOut:
         source = self._readings.pop(number).source
         if not source.holder:
             self._reads -= 1
-            run = bits_between(source.start, source.end)
-            self._sent &= ~run | self._somewhere()
+            self._unsend(bits_between(source.start, source.end))
         elif source.holder in self._holders:
             self._holders[source.holder].reads -= 1
 
@@ -222,11 +234,17 @@ class FanOut:
         for number in [number for number, reading in self._readings.items() if reading.until_s < now_s]:
             self._end(number)
 
-    def _somewhere(self) -> int:
-        """Return the extents that a receiver has, or the publisher is sending."""
+    def _unsend(self, bits: int) -> None:
+        """Let the publisher send these again, but for those that it is sending, or that a receiver has."""
+        if bits & self._sent:
+            found = self._being_sent()
+            for holder in self._holders.values():
+                if holder.is_named:
+                    found |= holder.here
+            self._sent &= ~bits | found
+
+    def _being_sent(self) -> int:
         found = 0
-        for holder in self._holders.values():
-            found |= holder.here
         for reading in self._readings.values():
             if not reading.source.holder:
                 found |= bits_between(reading.source.start, reading.source.end)

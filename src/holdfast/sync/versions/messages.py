@@ -5,7 +5,7 @@
                               receiver hasn't got that block's memory yet, or LeaseRefused
 
 Over a network a receiver hasn't got the memory: it reads what it wants of it with `ReadRanges`, on connections of their
-own, or from another receiver, with `ReadHeld`. Within a host nothing is sent for the bytes of a version.
+own, or from another receiver, with `ReadHeld`. Deltas, too. Within a host nothing is sent for the bytes of a version.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import msgspec
 from holdfast.coordination.failure import RankFailure  # noqa: TC001 - msgspec reads the annotations
 from holdfast.engine.messages import EngineMessage
 from holdfast.format.decoding import prepare_decoding
+from holdfast.format.manifest import EXTENT_BYTES
 
 
 class VersionRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -95,18 +96,21 @@ class ReadDelta(EngineMessage, frozen=True):
     """On such a connection: ask for what leads from one version to another, each with its digest on this rank.
 
     Answered by 8 bytes, little-endian, that say how many follow: the records of each run, encoded; 0 if there are none.
+    shares: the receiver serves others; it is sent a `DeltaOffer` instead, and brings the delta as it does a version.
     """
 
     base: int
     base_digest: bytes
     version: int
     digest: bytes
+    shares: bool = False
 
 
 class AskSource(EngineMessage, frozen=True):
     """On such a connection, of a receiver that serves others: ask from where to bring more (``versions.fanout``).
 
-    lacking: extents, as bits. Answered by 8 bytes that say how many follow: a `HeldRun`, encoded; 0 for "not yet".
+    digest: of the version, or of a delta to it (`delta_key`). lacking: extents, as bits. Answered by 8 bytes that say
+    how many follow: a `HeldRun`, encoded; 0 for "not yet".
     """
 
     version: int
@@ -128,11 +132,11 @@ class Brought(EngineMessage, frozen=True):
     outcome: int
 
 
-# receiver -> receiver --------------------------------------------------------------------------------------------
+# receiver -> receiver, and for deltas to a rank --------------------------------------------------------------------
 
 
 class ReadHeld(EngineMessage, frozen=True):
-    """Ask a receiver for bytes ``start`` to ``end`` of the block that has this digest.
+    """Ask for bytes ``start`` to ``end`` of the block that has this digest; an offered delta lies as if in a block.
 
     Answered by a byte, 0 if it lacks some of that. After 1 the bytes follow. After 2, which may come if ``memory``:
     what is needed to read its block without it (`MemoryReads.offer`), as 8 bytes that say how many follow, and these.
@@ -198,9 +202,20 @@ class HeldRun(msgspec.Struct, frozen=True, array_like=True):
     place: RankPlace | None
 
 
-Read = ReadRanges | ReadDelta | AskSource | Brought
+class DeltaOffer(msgspec.Struct, frozen=True, array_like=True):
+    """A delta of so many bytes; ``sums``: a checksum of each extent, 8 bytes, little-endian."""
+
+    nbytes: int
+    sums: bytes
+
+    @property
+    def extents(self) -> int:
+        return -(-self.nbytes // EXTENT_BYTES)
+
+
+Read = ReadRanges | ReadDelta | AskSource | Brought | ReadHeld
 ToRank = Introduce | AskNews | TakeLease | GiveBack | Read
 ToHolder = ReadHeld
 FromRank = News | BlockFile | Granted | LeaseRefused
 
-prepare_decoding(PublisherPlaces, VersionRecord, ToRank, FromRank, Read, ToHolder, HeldRun)
+prepare_decoding(PublisherPlaces, VersionRecord, ToRank, FromRank, Read, ToHolder, HeldRun, DeltaOffer)

@@ -128,12 +128,31 @@ class RankReader:
             raise self._connections.lost(str(error), version) from error
         events.count("sync_bytes_brought", into.numel())
 
+    def bring_delta(self, base: VersionKey, key: VersionKey, most: int, check: Callable[[], None]) -> bytes:
+        """Bring what leads from ``base`` to ``key``, from other receivers too if this one serves them; empty if none.
+
+        most: bytes that it may have.
+        """
+        if self.held is not None:
+            return self.held.bring_delta(self, base, key, most, check)
+        return self.read_delta(messages.ReadDelta(*base, *key), most, check)
+
     def read_delta(self, asked: messages.ReadDelta, most: int, check: Callable[[], None]) -> bytes:
-        """Read what leads from one version to another; empty if the rank has nothing of at most ``most`` bytes."""
+        """Read what leads from one version to another, or its offer; empty if the rank has none."""
         with self._connections.asking(asked, asked.version) as sock:
             found = self._connections.receive_sized(sock, most, check, asked.version)
         events.count("sync_bytes_brought", len(found))
         return found
+
+    def read_held(self, asked: messages.ReadHeld, into: memoryview, check: Callable[[], None], version: int) -> bool:
+        """Read bytes of a delta that was offered; return False if the rank hasn't got it any more."""
+        has = bytearray(1)
+        with self._connections.asking(asked, version) as sock:
+            self._connections.receive(sock, memoryview(has), check, version)
+            if has[0]:
+                self._connections.receive(sock, into, check, version)
+        events.count("sync_bytes_brought", len(into) if has[0] else 0)
+        return bool(has[0])
 
     def ask_source(self, asked: messages.AskSource, check: Callable[[], None]) -> messages.HeldRun | None:
         """Return from where to bring more; None if there is nothing yet."""
@@ -239,8 +258,7 @@ class MirrorBlock:
 
     def _patch(self, layout: BlockLayout, base: VersionKey, key: VersionKey, here: frozenset[int]) -> bool:
         """Apply the delta to the extents that are here; return False if there is none."""
-        asked = messages.ReadDelta(*base, *key)
-        encoded = self.reader.read_delta(asked, layout.data_bytes, self._check)
+        encoded = self.reader.bring_delta(base, key, layout.data_bytes, self._check)
         if not encoded:
             return False
         events.count("sync_deltas_applied")

@@ -2,12 +2,15 @@
 
     ask the publisher rank from where (``versions.fanout``) -> bring a run -> verify it -> tell -> others bring it
 
+A delta travels like a small version: the publisher rank offers it by its size and checksums, receivers bring it from
+one another, and keep the newest few to serve them.
+
 Guarantees: a run is verified by the publisher's checksums at each hop, and only then offered; it is read from the
 receiver's mirror, never from live tensors, and no longer offered once the mirror is used for something else. A
 receiver that is gone, silent, slow, or sends other bytes costs whoever asked it `_SILENT_S`, and is left out; the
-publisher has everything. Serving ends with `HeldMirrors.close`.
+publisher has everything. Serving ends with `HeldMirrors.close`. Deltas that are kept take at most half of a version.
 Assumes: all receivers of a publisher trust one another with its weights: they share its token.
-Does not: bring deltas from others, or choose from whom to bring.
+Does not: choose from whom to bring, or apply deltas (``versions.mirror``).
 """
 
 from __future__ import annotations
@@ -20,19 +23,24 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import torch
 
 from holdfast import _torch_compat as compat
 from holdfast import events
 from holdfast.cores import take_turns
-from holdfast.errors import PeerLost
-from holdfast.format.manifest import EXTENT_BYTES
+from holdfast.errors import CheckpointCorrupt, PeerLost, StorageError, VersionRevoked
+from holdfast.format.manifest import EXTENT_BYTES, PAGE_BYTES, SUM_BYTES
+from holdfast.plan.write import round_up
+from holdfast.staging.image import Image
 from holdfast.sync.session.links import EventLoop, listener
 from holdfast.sync.session.rendezvous import hosts_here, this_machine
 from holdfast.sync.versions import messages
 from holdfast.sync.versions.block import HEADER_BYTES
+from holdfast.sync.versions.deltas import delta_key, sum_of
 from holdfast.sync.versions.fanout import RunOutcome, bits_between, patience_s
 from holdfast.sync.versions.reads import (
     MemoryReadFailed,
@@ -43,11 +51,11 @@ from holdfast.sync.versions.reads import (
     sized,
 )
 from holdfast.sync.versions.serving import boot_id, connect_to
+from holdfast.sync.weights.pieces import copy_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from holdfast.staging.image import Image
     from holdfast.sync.versions.block import RankVersion
     from holdfast.sync.versions.books import VersionKey
     from holdfast.sync.versions.mirror import MirrorBlock, RankReader
@@ -61,6 +69,9 @@ _CONNECTIONS_MAX: Final = 256
 """Others that may be connected to this receiver; more are turned away, and bring from elsewhere."""
 _OTHERS_KEPT: Final = 8
 """Others to which connections are kept."""
+_DELTAS_KEPT: Final = 2
+"""Of each publisher rank, for others."""
+_DELTA_OFFER_MIN: Final = 1024
 _BYTES: Final = 1
 _OFFER: Final = 2
 """What follows the answer to `ReadHeld`."""
@@ -73,9 +84,11 @@ _LATEST_S: Final = 0.16
 
 @dataclass(slots=True, eq=False)
 class HeldBytes:
-    """A mirror of a block that others may read. ``here``: extents that were verified, as bits."""
+    """A mirror of a block, or a delta, that others may read. ``here``: extents that were verified, as bits."""
 
     image: Image
+    is_registered: bool
+    """It may be read without this process, where that can be."""
     here: int = 0
 
 
@@ -94,7 +107,9 @@ class HeldMirrors:
         self._peer_timeout_s = peer_timeout_s
         self._lock = threading.Lock()
         self._held: dict[bytes, HeldBytes] = {}
-        """By the digest of the block."""
+        """By the digest of the block, or the delta."""
+        self._deltas: dict[RankReader, list[Image]] = {}
+        """Of each publisher rank those that are kept, oldest first."""
         self._others: OrderedDict[messages.RankPlace, ReadConnections] = OrderedDict()
         self._closing = False
         self._threads = ReadThreads(messages.ToHolder, self._answer, "this receiver")
@@ -106,9 +121,9 @@ class HeldMirrors:
         self._thread = threading.Thread(target=self._live, name="holdfast-versions-held", daemon=True)
         self._thread.start()
 
-    def offer(self, digest: bytes, image: Image) -> HeldBytes:
+    def offer(self, digest: bytes, image: Image, *, is_registered: bool = True) -> HeldBytes:
         """Let others read what is noted in the result to be in ``image``, the block of this digest; see `withdraw`."""
-        made = HeldBytes(image)
+        made = HeldBytes(image, is_registered)
         with self._lock:
             self._held[digest] = made
         return made
@@ -151,6 +166,36 @@ class HeldMirrors:
             events.count("sync_bytes_from_receivers", len(memory))
         return bool(has[0])
 
+    def bring_delta(
+        self, reader: RankReader, base: VersionKey, wanted: VersionKey, most: int, check: Callable[[], None]
+    ) -> bytes:
+        """Return the encoded delta from ``base`` to ``wanted``, from whoever has it, and keep it to serve others.
+
+        Empty if there is none of at most ``most`` bytes, or none any more. Raises `PeerLost` of the publisher rank.
+        """
+        asked = messages.ReadDelta(*base, *wanted, shares=True)
+        told = reader.read_delta(asked, max(most, _DELTA_OFFER_MIN), check)
+        if not told:
+            return b""
+        try:
+            offer = msgspec.msgpack.decode(told, type=messages.DeltaOffer)
+            delta = SharedDelta(self, reader, delta_key(base, wanted, offer), offer, most, check)
+        except (msgspec.MsgspecError, CheckpointCorrupt, StorageError) as error:
+            _log.warning("the delta from version %d to %d is of no use: %s", base.version, wanted.version, error)
+            return b""
+        gone = [delta.image]
+        try:
+            bring_shared([SharedFetch(delta, delta, delta.key, range(offer.extents))], check, copy_threads())
+            gone = self._keep_delta(delta, most)
+            return bytes(delta.encoded)
+        except (VersionRevoked, CheckpointCorrupt) as error:
+            _log.warning("%s; what changed is brought as it is", error)
+            return b""
+        finally:
+            for image in gone:
+                self.withdraw(image)
+                image.close()
+
     def close(self) -> None:
         """End serving, and all reads; idempotent."""
         self._closing = True
@@ -159,11 +204,25 @@ class HeldMirrors:
         with self._lock:
             self._held, others = {}, list(self._others.values())
             self._others.clear()
+            deltas, self._deltas = self._deltas, {}
         for connections in others:
             connections.close()
+        for image in chain.from_iterable(deltas.values()):
+            image.close()
         self._thread.join(_CLOSE_S)
 
     # ------------------------------------------------------------------------------------------------------------------
+
+    def _keep_delta(self, delta: SharedDelta, most: int) -> list[Image]:
+        """Keep a delta; return those that aren't kept for it: of a rank few are, and of half a version at most."""
+        with self._lock:
+            if self._closing:
+                return [delta.image]
+            kept, gone = self._deltas.setdefault(delta.reader, []), []
+            kept.append(delta.image)
+            while len(kept) > _DELTAS_KEPT or sum(image.nbytes for image in kept) > most // 2:
+                gone.append(kept.pop(0))
+            return gone
 
     def _read_memory(self, offered: bytes, start: int, memory: memoryview, check: Callable[[], None]) -> None:
         reads = self._memory_reads
@@ -203,15 +262,15 @@ class HeldMirrors:
     def _answer(self, sock: socket.socket, _: str, asked: messages.ReadHeld) -> None:
         if asked.token != self._token:
             raise ConnectionError("it doesn't know this publisher's token")
-        fd = self._file_with(asked)
-        if fd is None:
+        with self._lock:
+            held = self._held.get(asked.digest)
+            fd = None if held is None else _file_with(held, asked)
+        if held is None or fd is None:
             send_all(sock, b"\x00", self._peer_timeout_s)
             return
         try:
-            if asked.memory and self._memory_reads is not None:
-                with self._lock:
-                    held = self._held.get(asked.digest)
-                offered = b"" if held is None else self._memory_reads.offer(held.image.bytes_view)
+            if asked.memory and self._memory_reads is not None and held.is_registered:
+                offered = self._memory_reads.offer(held.image.bytes_view)
                 told = bytes([_OFFER]) + sized(offered) if offered else bytes(1)
                 send_all(sock, told, self._peer_timeout_s)  # at once: a second one would wait for an acknowledgement
             else:
@@ -220,16 +279,6 @@ class HeldMirrors:
         finally:
             os.close(fd)
         events.count("sync_bytes_served", asked.end - asked.start)
-
-    def _file_with(self, asked: messages.ReadHeld) -> int | None:
-        """Return a descriptor of the mirror that has what is asked for, for the caller to close."""
-        first, last = (asked.start - HEADER_BYTES) // EXTENT_BYTES, (asked.end - 1 - HEADER_BYTES) // EXTENT_BYTES
-        with self._lock:
-            held = self._held.get(asked.digest)
-            if held is None or not HEADER_BYTES <= asked.start < asked.end <= held.image.nbytes:
-                return None
-            wanted = bits_between(first, last + 1)
-            return os.dup(held.image.fd) if held.here & wanted == wanted else None
 
     def _connections(self, holder: str, place: messages.RankPlace) -> ReadConnections:
         with self._lock:
@@ -246,10 +295,95 @@ class HeldMirrors:
         return found
 
 
-class SharedFetch:
-    """Brings the wanted extents of one rank's version into its mirror, from whoever has them; thread-safe."""
+def _file_with(held: HeldBytes, asked: messages.ReadHeld) -> int | None:
+    """Return a descriptor of what has the bytes that are asked for, for the caller to close."""
+    first, last = (asked.start - HEADER_BYTES) // EXTENT_BYTES, (asked.end - 1 - HEADER_BYTES) // EXTENT_BYTES
+    if not HEADER_BYTES <= asked.start < asked.end <= held.image.nbytes:
+        return None
+    wanted = bits_between(first, last + 1)
+    return os.dup(held.image.fd) if held.here & wanted == wanted else None
 
-    def __init__(self, version: RankVersion, mirror: MirrorBlock, key: VersionKey, wanted: Sequence[int]) -> None:
+
+class SharedDelta:
+    """A delta that was offered, in memory that others may read as they read a mirror; both ends of a `SharedFetch`."""
+
+    def __init__(
+        self,
+        held: HeldMirrors,
+        reader: RankReader,
+        key: VersionKey,
+        offer: messages.DeltaOffer,
+        most: int,
+        check: Callable[[], None],
+    ) -> None:
+        """Raises `CheckpointCorrupt` for an offer that can't be, `StorageError` if there isn't so much memory."""
+        self.reader = reader
+        self.key = key
+        self.what = f"a delta to version {key.version}"
+        self.data_bytes = offer.nbytes
+        if not 0 < offer.nbytes <= most or len(offer.sums) != SUM_BYTES * offer.extents:
+            raise self._corrupt(f"{len(offer.sums)} bytes of checksums were announced for {offer.nbytes} bytes", 0, 0)
+        self._held = held
+        self._sums = offer.sums
+        self._check = check
+        self.image = Image(round_up(HEADER_BYTES + offer.nbytes, PAGE_BYTES))
+        self._memory = compat.host_memory(self.image.bytes_view)
+
+    @property
+    def encoded(self) -> memoryview:
+        return self._memory[HEADER_BYTES : HEADER_BYTES + self.data_bytes]
+
+    def bytes_between(self, start: int, end: int) -> memoryview:
+        return self._memory[start:end]
+
+    def has(self, extent: int) -> bool:
+        """Return False: nothing is here at first."""
+        del extent
+        return False
+
+    def offer(self, digest: bytes) -> HeldBytes:
+        """Let other receivers read what is noted to be here."""
+        return self._held.offer(digest, self.image, is_registered=False)
+
+    def bring(self, start: int, end: int) -> None:
+        """Read these bytes from the publisher rank. Raises `VersionRevoked` if it hasn't got the delta any more."""
+        asked = messages.ReadHeld("", self.key.digest, start, end)
+        if not self.reader.read_held(asked, self._memory[start:end], self._check, self.key.version):
+            raise VersionRevoked(
+                f"{self.what} is gone: the publisher needed its memory. Raise delta_bytes if that happens often",
+                version=self.key.version,
+            )
+
+    def is_right(self, extent: int) -> bool:
+        """Return True if the bytes of an extent have their checksum."""
+        return sum_of(self.encoded, extent) == self._sums[extent * SUM_BYTES : (extent + 1) * SUM_BYTES]
+
+    def check(self, extent: int) -> None:
+        """Raise `CheckpointCorrupt` unless they have."""
+        if not self.is_right(extent):
+            start = extent * EXTENT_BYTES
+            end = min(start + EXTENT_BYTES, self.data_bytes)
+            raise self._corrupt("bytes have another checksum than was announced", start, end)
+
+    def _corrupt(self, why: str, start: int, end: int) -> CheckpointCorrupt:
+        return CheckpointCorrupt(
+            f"{self.what}: {why} (bytes {start} to {end})", path=self.what, byte_range=(start, end)
+        )
+
+
+class SharedFetch:
+    """Brings the wanted extents of one rank's version into its mirror, from whoever has them; thread-safe.
+
+    A delta is both to it, the version and the mirror.
+    """
+
+    def __init__(
+        self,
+        version: RankVersion | SharedDelta,
+        mirror: MirrorBlock | SharedDelta,
+        key: VersionKey,
+        wanted: Sequence[int],
+    ) -> None:
         self._version = version
         self._mirror = mirror
         self._reader: RankReader = mirror.reader
@@ -327,7 +461,7 @@ class SharedFetch:
 
     def _bring(self, run: messages.HeldRun, check: Callable[[], None]) -> RunOutcome:
         start = HEADER_BYTES + run.start * EXTENT_BYTES
-        end = HEADER_BYTES + min(run.end * EXTENT_BYTES, self._version.layout.data_bytes)
+        end = HEADER_BYTES + min(run.end * EXTENT_BYTES, self._version.data_bytes)
         held = self._reader.held
         if run.place is None or held is None:
             self._mirror.bring(start, end)

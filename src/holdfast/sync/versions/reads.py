@@ -128,7 +128,7 @@ def send_range(sock: socket.socket, fd: int, start: int, end: int, timeout_s: fl
             _wait_writable(sock, timeout_s)
 
 
-def send_all(sock: socket.socket, data: bytes, timeout_s: float) -> None:
+def send_all(sock: socket.socket, data: bytes | memoryview, timeout_s: float) -> None:
     """Send bytes, as `send_range` does."""
     rest = memoryview(data)
     while rest:

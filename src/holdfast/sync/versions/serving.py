@@ -30,7 +30,7 @@ from holdfast.errors import ConfigError, HoldfastError, StorageError
 from holdfast.sync.session.links import Ended, EventLoop, Link, connect
 from holdfast.sync.session.rendezvous import this_machine
 from holdfast.sync.versions import messages
-from holdfast.sync.versions.block import BlockMemory
+from holdfast.sync.versions.block import HEADER_BYTES, BlockMemory
 from holdfast.sync.versions.books import VersionKey
 from holdfast.sync.versions.fanout import FanOut, RunOutcome
 from holdfast.sync.versions.reads import ReadThreads, send_all, send_range, send_sized
@@ -50,6 +50,7 @@ _LOOK_S: Final = 1.0
 _QUEUED_MAX: Final = 4096
 """Messages of a receiver that are answered before those of others get their turn."""
 _BACKLOG: Final = 1024
+_FAN_OUTS_LEFT: Final = 8
 _NAME_BYTES_MAX: Final = 100
 """Length of a socket's path, for which Linux has 108 bytes."""
 _PEER: Final = struct.Struct("3i")
@@ -71,7 +72,7 @@ class Served:
     closed: threading.Event = field(default_factory=threading.Event)
     deltas: BlockDeltas | None = None
     fan_outs: dict[VersionKey, FanOut] = field(default_factory=dict)
-    """Of versions that are kept, once a receiver has asked."""
+    """Of versions that receivers have asked for, and deltas to these: of versions that are kept, and a few others."""
     places: dict[str, messages.RankPlace] = field(default_factory=dict)
     """Where receivers that serve others listen."""
     memory_reads: MemoryReads | None = None
@@ -94,17 +95,20 @@ class Served:
             self.memory_reads.deregister(memory.image.bytes_view)
         memory.close(epoch=epoch)
 
-    def fan_out_of(self, key: VersionKey) -> FanOut | None:
-        """Return who brings what of a version; None if it isn't kept. The caller holds the lock."""
-        layout = self.layouts.get(key.version)
-        if layout is not None and key not in self.fan_outs:
-            self.fan_outs[key] = FanOut(layout.extents)
-        return None if layout is None else self.fan_outs[key]
+    def fan_out_of(self, key: VersionKey) -> FanOut:
+        """Return who brings what of a version; of a forgotten one all comes from here. The caller holds the lock."""
+        found, layout = self.fan_outs.get(key), self.layouts.get(key.version)
+        if found is None:
+            found = FanOut(1 if layout is None else layout.extents)
+            if layout is not None:
+                self.fan_outs[key] = found
+        return found
 
     def forget_but(self, versions: Collection[int]) -> None:
-        """Forget what is known of other versions than these. The caller holds the lock."""
+        """Forget what is known of other versions than these, but for who brings the last ones. See `fan_out_of`."""
         self.layouts = {version: layout for version, layout in self.layouts.items() if version in versions}
-        self.fan_outs = {key: fan_out for key, fan_out in self.fan_outs.items() if key.version in versions}
+        for key in [key for key in self.fan_outs if key.version not in versions][:-_FAN_OUTS_LEFT]:
+            del self.fan_outs[key]
 
     def has(self, block: int, epoch: int) -> bool:
         """Return True if that block still is of that epoch."""
@@ -250,15 +254,15 @@ class BlockServer:
                 self._send_ranges(sock, asked)
             case messages.ReadDelta():
                 self._send_delta(sock, asked)
+            case messages.ReadHeld():
+                self._send_held(sock, asked)
             case messages.AskSource():
                 self._send_source(sock, receiver, asked)
             case messages.Brought():
                 key = VersionKey(asked.version, asked.digest)
                 with self._served.lock:
-                    fan_out = self._served.fan_out_of(key)
-                    if fan_out is not None:
-                        here = int.from_bytes(asked.here, "little")
-                        fan_out.brought(receiver, asked.number, here, RunOutcome(asked.outcome))
+                    here = int.from_bytes(asked.here, "little")
+                    self._served.fan_out_of(key).brought(receiver, asked.number, here, RunOutcome(asked.outcome))
                 send_all(sock, b"\x01", self._peer_timeout_s)
 
     def _send_ranges(self, sock: socket.socket, asked: messages.ReadRanges) -> None:
@@ -283,15 +287,29 @@ class BlockServer:
             layout = self._served.layouts.get(asked.version)
         if deltas is not None and layout is not None:
             base, wanted = VersionKey(asked.base, asked.base_digest), VersionKey(asked.version, asked.digest)
-            encoded = deltas.find(base, wanted, layout.data_bytes, lambda: self._stopping)
+            if not asked.shares:
+                encoded = deltas.find(base, wanted, layout.data_bytes, lambda: self._stopping)
+            elif (found := deltas.offer(base, wanted, layout.data_bytes, lambda: self._stopping)) is not None:
+                key, offer = found
+                with self._served.lock:
+                    self._served.fan_outs.setdefault(key, FanOut(offer.extents))
+                encoded = msgspec.msgpack.encode(offer)
         send_sized(sock, encoded, self._peer_timeout_s)
+        events.count("sync_bytes_sent", len(encoded))
+
+    def _send_held(self, sock: socket.socket, asked: messages.ReadHeld) -> None:
+        """Send bytes of a delta that was offered."""
+        deltas, start, end = self._served.deltas, asked.start - HEADER_BYTES, asked.end - HEADER_BYTES
+        encoded = b"" if deltas is None else deltas.read(asked.digest, start, end)
+        send_all(sock, b"\x01" if encoded else b"\x00", self._peer_timeout_s)
+        send_all(sock, encoded, self._peer_timeout_s)
         events.count("sync_bytes_sent", len(encoded))
 
     def _send_source(self, sock: socket.socket, receiver: str, asked: messages.AskSource) -> None:
         lacking, now_s = int.from_bytes(asked.lacking, "little"), time.monotonic()
         with self._served.lock:
             fan_out = self._served.fan_out_of(VersionKey(asked.version, asked.digest))
-            found = None if fan_out is None else fan_out.ask(receiver, lacking, asked.waited_s, now_s)
+            found = fan_out.ask(receiver, lacking, asked.waited_s, now_s)
             place = None if found is None else self._served.places.get(found.holder)
         encoded = b"" if found is None else msgspec.msgpack.encode(messages.HeldRun(*found, place))
         send_sized(sock, encoded, self._peer_timeout_s)
