@@ -9,7 +9,7 @@ such as the rows of a matrix in tiles, has a run of bytes in each tile.
 
 Guarantees: tiles have the elements of their piece, each once. They are cut where ``torch.chunk`` cuts the whole tensor
 in so many parts, whichever part of it the rank has. Tied names are cut alike. Names keep their order. Not cut: vectors,
-tensors of less than an extent, and those of which tiles would have rows of less than `ROW_BYTES_MIN`.
+tensors of less than `TENSOR_BYTES_MIN`, and those of which tiles would have rows of less than `ROW_BYTES_MIN`.
 Assumes: `part_of` of a piece's memory is a view.
 Does not: copy.
 """
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 ROW_BYTES_MIN: Final = 256
 """Shorter rows are copied a good deal slower."""
+TENSOR_BYTES_MIN: Final = EXTENT_BYTES
+"""Of what is smaller, one extent has all columns anyway."""
 _FIELD: Final = "column_tiles"
 
 
@@ -94,7 +96,7 @@ class ColumnTiles:
         name, itemsize = piece.same_as or piece.name, itemsize_of(piece)
         count = next((count for words, count in self._counts if words.match(name)), 1)
         width = -(-piece.shape[-1] // count) if len(piece.shape) > 1 else 0
-        is_large = prod(piece.shape) * itemsize >= EXTENT_BYTES and width * itemsize >= ROW_BYTES_MIN
+        is_large = prod(piece.shape) * itemsize >= TENSOR_BYTES_MIN and width * itemsize >= ROW_BYTES_MIN
         if count == 1 or not is_large or not piece.box.volume:
             yield piece
             return
