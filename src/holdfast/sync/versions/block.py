@@ -154,7 +154,7 @@ class BlockMemory:
         _ordered()
 
     def fill(self, layout: BlockLayout, pieces: Sequence[Local], *, threads: int) -> bytes:
-        """Copy the pieces, of any device, into the block; return the digest of the version.
+        """Copy the pieces, of any device, into the block (``filling``); return the digest of the version.
 
         The pieces must not change meanwhile.
         """

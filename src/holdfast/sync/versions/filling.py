@@ -218,13 +218,16 @@ class _MatrixRows:
 
     def copy(self, first: int, last: int) -> None:
         """Fill these rows of all targets."""
-        step = max(1, _STEP_BYTES // self.row_bytes)
+        step = last - first
+        if self._is_cast and self._is_cut:
+            step = min(step, max(1, _STEP_BYTES // self.row_bytes))
+        converted = torch.empty(step if self._is_cast and self._is_cut else 0, self._columns, dtype=self._dtype)
         for row in range(first, last, step):
             end = min(row + step, last)
             source = self._source[row:end]
             copies = CopyList()
             if self._is_cast:
-                target = self._targets[0][1][row:end] if not self._is_cut else self._scratch(end - row)
+                target = converted[: end - row] if self._is_cut else self._targets[0][1][row:end]
                 for into, out_of in _serially(target, source):
                     copies.append(into, out_of)
                 copies.make()
@@ -236,9 +239,6 @@ class _MatrixRows:
                 for pair in _serially(matrix[row:end], words[:, column : column + matrix.shape[1]]):
                     copies.push(*pair)
             copies.make()
-
-    def _scratch(self, rows: int) -> torch.Tensor:
-        return torch.empty(rows, self._columns, dtype=self._dtype)
 
     def _in_words(self, matrix: torch.Tensor) -> torch.Tensor:
         return matrix.view(compat.SAME_SIZE_INT[self._width])
