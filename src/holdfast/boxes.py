@@ -142,19 +142,20 @@ def is_contiguous_in(box: Box, outer: Box) -> bool:
     return run_length(box, outer) == box.volume or not box.volume
 
 
-def runs(box: Box, outer: Box) -> Iterator[tuple[int, int]]:
+def runs(box: Box, outer: Box, bridge: int = 0) -> Iterator[tuple[int, int]]:
     """Yield (start, length) of each contiguous run of ``box`` in a row-major buffer of ``outer``, in ascending order.
 
-    Neighbouring runs are maximal for the dimensions they span; an empty box has none.
+    Neighbouring runs are maximal for the dimensions they span; an empty box has none. bridge: runs with so many
+    elements in between, or fewer, are one.
     """
     if not box.volume:
         return
-    length = run_length(box, outer)
-    inner = 1
+    length = pitch = 1
     split = len(box.sizes)
-    while split and inner < length:
+    while split and pitch - length <= bridge:
         split -= 1
-        inner *= box.sizes[split]
+        length += (box.sizes[split] - 1) * pitch
+        pitch *= outer.sizes[split]
     steps = strides(outer.sizes)
     first = element_offset(box, outer)
     for index in product(*(range(size) for size in box.sizes[:split])):

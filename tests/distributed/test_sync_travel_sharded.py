@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 import holdfast
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.export import HFDefault
+from holdfast.sync.weights import tiles
 
 PUBLISHERS = 2
 TIMEOUT_S = 40.0
@@ -89,7 +90,11 @@ def a_model_in_slices(place: str, kind: str, model_kind: str, layout: str) -> No
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        with holdfast.sync.Publisher(transport, bypass_cpu=bypass, receivers=2, **options) as publisher:
+        tiles.TENSOR_BYTES_MIN = tiles.ROW_BYTES_MIN = 1  # type: ignore[misc]  # the model is small
+        columns = 1 if kind == "shared memory" else 3
+        with holdfast.sync.Publisher(
+            transport, bypass_cpu=bypass, receivers=2, column_tiles=columns, **options
+        ) as publisher:
             for version in (1, 2):
                 changed(model, version)
                 publisher.publish(model, version, timeout=TIMEOUT_S)

@@ -17,7 +17,7 @@ before they call a half; a half raises what only it can know. `Receiver` owns ``
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ class PublisherOptions:
     max_blocks: int | None = None
     rewind: bool = False
     captures: SharedCaptures | None = None
+    column_tiles: Mapping[str, int] = field(default_factory=dict)
+    """From ``weights.tiles.checked_tiles``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from holdfast.engine.at_exit import close_later, end_at_exit
 from holdfast.errors import ConfigError
 from holdfast.sync.protocol import Published, PublisherOptions
 from holdfast.sync.weights.quantized import Quantizer
+from holdfast.sync.weights.tiles import checked_tiles
 from holdfast.sync.weights.transform import MadeWeights, WeightTransform
 from holdfast.validation import STEP_MAX, checked_seconds
 
@@ -83,6 +84,10 @@ class Publisher:
         dtype: floating-point tensors are published in it, as for `HFExport`: ``torch.bfloat16``, ``"float8_e4m3fn"``
             (with block scales as tensors of their own), …; None leaves each as it is.
         fp32_keys: regular expressions; published names that one matches are float32, whatever ``dtype``.
+        column_tiles: lay out matrices as so many tiles of columns (of the last dimension), which receivers of columns
+            then bring and hold alone: the number of parts that they take, as ``{"*.o_proj.weight": 8}`` by names or
+            patterns, of which the first that matches counts, or one number for all. Receivers of rows bring somewhat
+            more of what is cut. Where versions lie in blocks of memory only; small tensors stay whole.
     """
 
     def __init__(
@@ -106,6 +111,7 @@ class Publisher:
         key_map: Any = None,
         dtype: torch.dtype | str | None = None,
         fp32_keys: Sequence[str] = (),
+        column_tiles: int | Mapping[str, int] = 1,
     ) -> None:
         self._transform = WeightTransform(
             include=include, exclude=exclude, key_map=key_map, dtype=dtype, fp32_keys=fp32_keys
@@ -127,6 +133,7 @@ class Publisher:
             max_blocks=None if max_blocks is None else _positive("max_blocks", max_blocks),
             rewind=checked_flag("rewind", rewind),
             captures=None if manager is None else _captures_of(manager, bypass_cpu=bypass_cpu),
+            column_tiles=checked_tiles(column_tiles),
         )
         with board_lost_told("making a publisher", _START_S):
             self._half = checked_transport(transport).publishing(options)

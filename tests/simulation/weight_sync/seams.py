@@ -19,7 +19,7 @@ from holdfast.coordination import round as rounds
 from holdfast.coordination.group import Group
 from holdfast.sync import receiver
 from holdfast.sync.session import futures, rendezvous
-from holdfast.sync.versions import block, publishing, receiving, serving, watch
+from holdfast.sync.versions import block, filling, publishing, receiving, serving, watch
 from holdfast.sync.versions.books import Books
 from holdfast.sync.weights import pieces
 from weight_sync import fabric, memory
@@ -90,13 +90,17 @@ def _seams():
     yield block, "Image", memory.Image
     yield block, "ctypes", memory.ctypes
     yield block, "xxhash", memory.xxhash
+    yield filling, "ctypes", memory.ctypes
+    yield filling, "xxhash", memory.xxhash
     yield block, "usable_cores", lambda _: 1
     yield block, "EXTENT_BYTES", memory.EXTENT_BYTES
+    yield filling, "EXTENT_BYTES", memory.EXTENT_BYTES
+    yield filling, "JOB_BYTES", memory.EXTENT_BYTES
     yield block, "HEADER_BYTES", memory.HEADER_BYTES
     yield block, "PAGE_BYTES", memory.HEADER_BYTES
     yield block, "BUCKET_ALIGN_BYTES", memory.ALIGN_BYTES
     yield block, "_JOB_EXTENTS", 1
-    for module in (block, receiving, pieces):
+    for module in (filling, receiving, pieces):
         yield module, "take_turns", memory.take_turns
     yield pieces, "_JOB_BYTES", 32
 

@@ -19,30 +19,31 @@ import ctypes
 import mmap
 import os
 import threading
-from bisect import bisect_right
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
-import torch
 import xxhash
 
 from holdfast import _torch_compat as compat
-from holdfast.cores import take_turns, usable_cores
+from holdfast.boxes import runs
+from holdfast.cores import usable_cores
 from holdfast.errors import CheckpointCorrupt, StorageError
 from holdfast.format.decoding import prepare_decoding
 from holdfast.format.manifest import EXTENT_BYTES, PAGE_BYTES
 from holdfast.plan.write import round_up
-from holdfast.staging.copier import ByteMemory, CopyList, lies_as_it_is
+from holdfast.staging.copier import ByteMemory
 from holdfast.staging.image import Image, tensor_over
 from holdfast.state.entries import torch_dtype
+from holdfast.sync.versions.filling import BlockFilling
 from holdfast.sync.weights.buckets import BUCKET_ALIGN_BYTES, Piece, itemsize_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import numpy.typing as npt
+    import torch
 
     from holdfast.boxes import Box
     from holdfast.sync.versions.books import VersionKey
@@ -153,52 +154,27 @@ class BlockMemory:
         _ordered()
 
     def fill(self, layout: BlockLayout, pieces: Sequence[Local], *, threads: int) -> bytes:
-        """Copy the pieces, of any device, into the block; return the digest of the version.
+        """Copy the pieces, of any device, into the block (``filling``); return the digest of the version.
 
         The pieces must not change meanwhile.
         """
         view = self.image.bytes_view
         data = view[HEADER_BYTES : HEADER_BYTES + layout.data_bytes]
-        moves = self._copy_others(layout, pieces, data)
-        sums = np.zeros(layout.extents, np.uint64)
-        base, data_view = data.data_ptr(), compat.host_memory(data)
+        filling = BlockFilling(layout, pieces, data)
+        if any(local.source.is_cuda for local in pieces):
+            self.image.pin()
+        filling.copy_from_devices(non_blocking=self.image.pinned)
+        data_view = compat.host_memory(data)
         for start, end in layout.gaps:
             data_view[start:end] = bytes(end - start)
-
-        def fill_extents(first: int) -> None:
-            for extent in range(first, min(first + _JOB_EXTENTS, layout.extents)):
-                start, end = extent * EXTENT_BYTES, min((extent + 1) * EXTENT_BYTES, layout.data_bytes)
-                for at, address, nbytes in moves.between(start, end):
-                    ctypes.memmove(base + at, address, nbytes)
-                sums[extent] = xxhash.xxh3_64_intdigest(data_view[start:end])
-
-        take_turns([partial(fill_extents, first) for first in range(0, layout.extents, _JOB_EXTENTS)], threads)
+        filling.run(threads)
+        sums = filling.sums
         tail = compat.host_memory(view)
         at = layout_at(layout.data_bytes)
         tail[at : at + len(layout.encoded)] = layout.encoded
         at = sums_at(layout.data_bytes, len(layout.encoded))
         tail[at : at + sums.nbytes] = sums.tobytes()
         return layout.digest_with(sums)
-
-    def _copy_others(self, layout: BlockLayout, pieces: Sequence[Local], data: torch.Tensor) -> _Moves:
-        """Copy what isn't contiguous host memory; return the moves of the rest."""
-        into, copies, moves = ByteMemory(data), CopyList(), _Moves()
-        devices = {local.source.device for local in pieces if local.source.device.type != "cpu"}
-        if any(device.type == "cuda" for device in devices):
-            self.image.pin()
-        for number, (local, start) in enumerate(zip(pieces, layout.starts, strict=True)):
-            nbytes = layout.nbytes(number) if layout.own[number] else 0
-            if nbytes and local.source.dtype == local.dtype and lies_as_it_is(local.source):
-                moves.add(start, local.source.data_ptr(), nbytes)
-            elif nbytes:
-                piece = layout.table[number]
-                copies.add(into.block(start, piece.sizes, torch_dtype(piece.dtype)), local.source)
-        try:
-            copies.make(non_blocking=self.image.pinned)
-        finally:
-            for device in devices:
-                torch.accelerator.current_stream(device).synchronize()
-        return moves
 
     @property
     def read_only_fd(self) -> int:
@@ -222,30 +198,6 @@ class BlockMemory:
             address = self.image.bytes_view.data_ptr()
             libc.madvise(address + HEADER_BYTES, self.image.nbytes - HEADER_BYTES, _MADV_REMOVE)
         self.image.close()
-
-
-class _Moves:
-    """Contiguous ranges of a block, ascending, and the memory that they are copied from."""
-
-    __slots__ = ("_rows", "_starts")
-
-    def __init__(self) -> None:
-        self._rows: list[tuple[int, int, int]] = []
-        self._starts: list[int] = []
-
-    def add(self, at: int, address: int, nbytes: int) -> None:
-        self._starts.append(at)
-        self._rows.append((at, address, nbytes))
-
-    def between(self, start: int, end: int) -> Iterable[tuple[int, int, int]]:
-        """Yield the parts of the ranges from ``start`` to ``end``."""
-        for row in range(max(0, bisect_right(self._starts, start) - 1), len(self._rows)):
-            at, address, nbytes = self._rows[row]
-            if at >= end:
-                return
-            low, high = max(at, start), min(at + nbytes, end)
-            if low < high:
-                yield low, address + low - at, high - low
 
 
 # A receiver's side ------------------------------------------------------------------------------------------------
@@ -388,12 +340,10 @@ class RankVersion:
             piece = self.layout.table[number]
             if not box.volume:
                 continue
-            start, end = self.layout.starts[number], self.layout.starts[number] + self.layout.nbytes(number)
-            if piece.sizes and box.sizes[0] != piece.sizes[0]:  # rows of it
-                row = (end - start) // piece.sizes[0]
-                start += (box.offsets[0] - piece.offsets[0]) * row
-                end = start + box.sizes[0] * row
-            found.update(range(start // EXTENT_BYTES, (end - 1) // EXTENT_BYTES + 1))
+            start, itemsize = self.layout.starts[number], itemsize_of(piece)
+            for first, length in runs(box, piece.box, bridge=(EXTENT_BYTES - 1) // itemsize):
+                at, end = start + first * itemsize, start + (first + length) * itemsize
+                found.update(range(at // EXTENT_BYTES, (end - 1) // EXTENT_BYTES + 1))
         return sorted(found)
 
     def check(self, extent: int) -> None:

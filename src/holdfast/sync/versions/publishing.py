@@ -1,6 +1,6 @@
 """Publish versions into blocks of memory, on one publisher rank.
 
-    agree (``weights.agreed``) -> begin a block -> fill and hash it -> all ranks have? -> record -> news
+    agree (``weights.agreed``) -> tiles -> begin a block -> fill and hash it -> all ranks have? -> record -> news
 
 Guarantees: `publish` returns when the version exists: all ranks have staged it, and rank 0 has put its record into the
 rendezvous. If one rank fails before, none has it, and all raise that cause. No receiver is waited for: one that hangs
@@ -39,6 +39,7 @@ from holdfast.sync.versions.deltas import BlockDeltas
 from holdfast.sync.versions.serving import BlockServer, Served, boot_id, connect_to, listen_at, unlink_quietly
 from holdfast.sync.weights.agreed import CutWeights, WeightsAgreement
 from holdfast.sync.weights.pieces import copy_threads
+from holdfast.sync.weights.tiles import ColumnTiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -117,6 +118,7 @@ class BlockPublishing:
                 self._served, kind=kind, delta_bytes=options.delta_bytes, rank=self._group.rank
             )
         self._agreement = WeightsAgreement(self._group, self._captures)
+        self._tiles = ColumnTiles(options.column_tiles)
         self._staged = Rounds(self._group.board, "staged", had_not="staged this version")
         self._layout: tuple[str, BlockLayout] | None = None
         self._preparing: threading.Thread | None = None
@@ -135,7 +137,7 @@ class BlockPublishing:
         look = self._agreement.agree(lambda: self._checked(weights, version), version, deadline)
         round_ = self._staged.next()
         try:
-            cut = self._agreement.cut(look)
+            cut = self._tiles.cut(self._agreement.cut(look), lambda: self._agreement.names_of(look))
             layout = self._layout_of(cut)
             round_.say(_encode(self._stage(version, layout, cut)))
             record = self._wait_all(round_, version, meta, deadline)

@@ -23,7 +23,7 @@ from holdfast.coordination.failure import RankFailure
 from holdfast.coordination.round import Round, Rounds
 from holdfast.dtypes import ITEMSIZE
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.format.structure import Structure, decode_structure
+from holdfast.format.structure import SOURCE_MARK, Structure, decode_structure
 from holdfast.state.entries import joined, known_dtype, local_tensor
 from holdfast.sync.weights.buckets import row_bytes, unfit
 from holdfast.sync.weights.from_capture import Captured, Shared, captured_of
@@ -237,6 +237,11 @@ class WeightsAgreement:
             look = WeightsSpec(weights, rank=self._group.rank, group_ranks=self._group.ranks)
         held = None if self._captures is None else self._captures.held
         return weights, look, None if held is None else captured_of(held, look, weights, timeout_s=deadline.left_s())
+
+    def names_of(self, agreed: AgreedLook) -> set[str]:
+        """Return the names that all ranks publish together."""
+        structures = [self._exchange.structures[digest] for digest in set(agreed.digests)]
+        return {spec.name.partition(SOURCE_MARK)[0] for structure in structures for spec in structure.tensors}
 
     def cut(self, agreed: AgreedLook) -> CutWeights:
         """Cut the tensors into the pieces that this rank sends."""

@@ -29,8 +29,8 @@ class NameChoice:
 
     def __init__(self, include: Any = None, exclude: Any = None) -> None:
         """include, exclude: a word, or several. Raises `ConfigError` for what isn't a name, or none."""
-        self._include = None if include is None else _Words(include, field="include", may_be_empty=False)
-        self._exclude = _Words(() if exclude is None else exclude, field="exclude", may_be_empty=True)
+        self._include = None if include is None else NameWords(include, field="include")
+        self._exclude = NameWords(() if exclude is None else exclude, field="exclude", may_be_empty=True)
 
     @property
     def takes_all(self) -> bool:
@@ -44,14 +44,8 @@ class NameChoice:
     def check(self, names: Collection[str], *, where: str) -> None:
         """Raise `ConfigError` for a word that matches none of ``names``, or if none of them is chosen."""
         for words in (self._include, self._exclude):
-            unknown = [] if words is None else [repr(word) for word in words.unknown(names)]
-            if words is not None and unknown:
-                raise ConfigError(
-                    f"{words.field}: {', '.join(unknown[:5])} matches nothing {where}; there are "
-                    f"{listed(sorted(names)) or 'none'}. A word is a dotted prefix of names, or a pattern such as "
-                    "'*.lora_*'",
-                    field=words.field,
-                )
+            if words is not None:
+                words.check(names, where=where)
         if names and not self.takes_all and not any(map(self.takes, names)):
             raise ConfigError(
                 f"exclude: include and exclude leave nothing of what is {where}; there are {listed(sorted(names))}",
@@ -59,10 +53,11 @@ class NameChoice:
             )
 
 
-class _Words:
+class NameWords:
     """The words of one argument."""
 
-    def __init__(self, given: Any, *, field: str, may_be_empty: bool) -> None:
+    def __init__(self, given: Any, *, field: str, may_be_empty: bool = False) -> None:
+        """given: a word, or several. Raises `ConfigError` for what isn't a name, or none."""
         self.field = field
         self.words = checked_names(given, field=field, may_be_empty=may_be_empty)
         self._prefixes = frozenset(word for word in self.words if _MAGIC.isdisjoint(word))
@@ -74,8 +69,18 @@ class _Words:
             return True
         return any(pattern.match(name) for pattern in self._patterns.values())
 
-    def unknown(self, names: Collection[str]) -> list[str]:
-        """Return the words that match none of ``names``."""
+    def check(self, names: Collection[str], *, where: str) -> None:
+        """Raise `ConfigError` for a word that matches none of ``names``."""
+        unknown = [repr(word) for word in self._unknown(names)]
+        if unknown:
+            raise ConfigError(
+                f"{self.field}: {', '.join(unknown[:5])} matches nothing {where}; there are "
+                f"{listed(sorted(names)) or 'none'}. A word is a dotted prefix of names, or a pattern such as "
+                "'*.lora_*'",
+                field=self.field,
+            )
+
+    def _unknown(self, names: Collection[str]) -> list[str]:
         known = {above for name in names for above in _above(name)} if self._prefixes else set()
         found = [word for word in self.words if word in self._prefixes and word not in known]
         return found + [word for word, pattern in self._patterns.items() if not any(map(pattern.match, names))]

@@ -89,13 +89,19 @@ _COPY_THREADS: Final = 4
 
 
 class Local:
-    """Memory that holds a box of a tensor: ``source`` has the box's sizes, and is sent as ``dtype``."""
+    """Memory that holds a box of a tensor: ``source`` has the box's sizes, and is sent as ``dtype``.
 
-    __slots__ = ("box", "dtype", "source")
+    columns_of: what it is some columns of, if there are others of the same.
+    """
 
-    def __init__(self, box: Box, source: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+    __slots__ = ("box", "columns_of", "dtype", "source")
+
+    def __init__(
+        self, box: Box, source: torch.Tensor, dtype: torch.dtype | None = None, *, columns_of: Local | None = None
+    ) -> None:
         self.box = box
         self.source = source
+        self.columns_of = columns_of
         self.dtype = source.dtype if dtype is None else dtype
 
     @property
