@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from holdfast.boxes import Box
     from holdfast.sync.versions.books import VersionKey
     from holdfast.sync.weights.pieces import Local
+    from holdfast.sync.weights.scatter import Changes
 
     Sums = npt.NDArray[np.uint64]
 
@@ -255,6 +256,7 @@ class MappedBlock:
     """A publisher rank's block, mapped by a receiver; the mapping lives while tensors refer to it."""
 
     is_here = False
+    steps: tuple[BlockStep, ...] = ()
 
     def __init__(self, fd: int, nbytes: int) -> None:
         """Map the block and close ``fd``. Raises `StorageError`."""
@@ -310,6 +312,15 @@ class HeldExtents(NamedTuple):
     layout: bytes
     """Its digest."""
     extents: frozenset[int]
+    steps: tuple[BlockStep, ...] = ()
+
+
+class BlockStep(NamedTuple):
+    """How a block was brought forward from the version ``base``: by changes in these extents, which were verified."""
+
+    base: VersionKey
+    changes: Changes
+    extents: set[int]
 
 
 class ReadableBlock(Protocol):
@@ -319,6 +330,8 @@ class ReadableBlock(Protocol):
     view: torch.Tensor
     is_here: bool
     """What was brought is this process's own: no lease is needed any more."""
+    steps: tuple[BlockStep, ...]
+    """How it came to hold its version, as far back as that is known; the extents count once it was verified."""
 
     @property
     def epoch(self) -> int: ...

@@ -334,7 +334,7 @@ class SharedFetch:
             for extent in range(run.start, run.end):
                 self._version.check(extent)
             return RunOutcome.HERE
-        memory = self._mirror.bytes_between(start, end)
+        memory = self._mirror.room_for(start, end)
         try:
             if not held.read(run, self._key, start, memory, check):
                 return RunOutcome.GONE
