@@ -437,6 +437,41 @@ def test_within_a_host_all_is_copied(tmp_path: Path) -> None:
             weights = stepped(weights, version)
 
 
+def test_a_checkpoint_that_was_loaded_is_copied_over(place: Place, tmp_path: Path) -> None:
+    weights, written = state(), Written()
+    into, other = zeros(weights), state(3)
+    holdfast.save(other, tmp_path / "checkpoint")
+    with place.receiver(into) as mine:
+        for version in (1, 2):
+            place.publish(weights, version)
+            receive(mine)
+            weights = stepped(weights, version)
+        holdfast.load(into, tmp_path / "checkpoint")
+        assert same(into, other)
+        place.publish(weights, 3)
+        written()
+        receive(mine)
+        assert same(into, weights)
+        assert written() == (0, NBYTES)
+
+
+def test_two_receivers_may_write_to_the_same_tensors(place: Place) -> None:
+    weights, versions = state(), {}
+    into = zeros(weights)
+    with place.receiver(into) as mine, place.receiver(into) as other:
+        for version in range(1, 9):
+            versions[version] = weights
+            place.publish(weights, version)
+            if version % 2:
+                receive(mine)
+            else:
+                other.receive(streaming=version % 4 == 0, timeout=TIMEOUT_S)
+            assert same(into, weights)
+            weights = stepped(weights, version)
+        assert mine.receive(version=7, timeout=TIMEOUT_S) == 7
+        assert same(into, versions[7])
+
+
 # Which version they have --------------------------------------------------------------------------------------------
 
 

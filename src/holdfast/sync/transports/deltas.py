@@ -40,7 +40,7 @@ from holdfast.staging.copier import lies_as_it_is
 from holdfast.state.entries import Described, joined, local_tensor, torch_dtype
 from holdfast.state.structure import LayoutTable, part_of
 from holdfast.storage.entries import MAX_MANIFEST_BYTES
-from holdfast.sync.weights.pieces import entries_of
+from holdfast.sync.weights.pieces import entries_of, note_write
 from holdfast.sync.weights.scatter import Changes
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ def bring_forward(
     for name in names:
         changed, memory = of_tensor.get(stored[name], []), destination.memory(name)
         local = local_tensor(memory)
-        noted = changes[name] = Changes(local.nbytes)
+        noted = changes[name] = Changes(0 if destination.streaming else local.nbytes)
         if not changed:
             continue
         views = list(layouts.views_of(memory, name, rank, destination.place(name)))
@@ -285,6 +285,7 @@ def bring_forward(
             del changes[name]
         else:
             jobs += [partial(_apply, part, some, noted, local) for part, some in found if part is not None]
+            note_write(local)
     try:
         take_turns(jobs, min(THREADS_MAX, len(os.sched_getaffinity(0))))
     except CheckpointCorrupt as error:
