@@ -9,6 +9,10 @@ whole version, of the 1 MiB extents that differ, and of a delta by element (`hol
 steps, with zstd and without. Times are of one thread, medians of rounds in which all take turns, with memory larger
 than caches; *swap* is decoding a record and writing its elements into the weights, *apply* is that with the hash of
 every block of the result, a copy of as many bytes stands beside.
+
+A receiver's *commit* is measured with one thread and two: the changes of a delta, decoded by the fetch, scattered to
+the live weights, and the whole version copied to them (`holdfast.sync.weights.scatter`), beside a plain copy. Also for
+changes that are spread evenly.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import platform
 import statistics
 import sysconfig
@@ -26,7 +31,9 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
+from holdfast import events
 from holdfast.format import sparse
+from holdfast.sync.weights.scatter import Changes, LiveWrite, write_live
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,6 +41,8 @@ if TYPE_CHECKING:
 EXTENT_BYTES: Final = 1 << 20
 STEPS: Final = 8
 RATES: Final = (1e-6, 3e-6, 1e-4)
+WRITTEN: Final = ("scattered", "copied")
+EVEN: Final = (0.01, 0.03, 0.05)
 KINDS: Final = (("values", False), ("values", True), ("steps", False), ("steps", True))
 BITS: Final = "bfloat16"
 
@@ -187,6 +196,46 @@ def swap(record: sparse.Record, live: Any) -> None:
         record.change(number, memory[number * size : (number + 1) * size])
 
 
+def evenly_changed(share: float) -> tuple[Any, Any]:
+    """Return weights, and others of which a share of elements, chosen evenly, is different."""
+    made = np.random.default_rng(0)
+    old = made.integers(0, 1 << 16, 1 << 22, np.uint16)
+    return old, old ^ (made.random(len(old)) < share)
+
+
+def commits_between(old: Any, new: Any, rounds: int, least_bytes: int) -> dict[str, Any]:
+    """Return commits by scatter and whole in ms a GB, by threads; and which share was scattered, and copied."""
+    repeats = max(1, -(-least_bytes // new.nbytes))
+    old, new = np.tile(old, repeats), np.tile(new, repeats)
+    record, aside, changes = sparse.Record(sparse.encode(old, new, BITS).record), old.copy(), Changes(new.nbytes)
+    size, memory = 2 * record.head.block_units, memoryview(aside).cast("B")
+    for number in range(record.head.blocks):
+        block = memory[number * size : (number + 1) * size]
+        changes.note(number * size, len(block), *record.change(number, block))
+    live, source = (torch.from_numpy(bits.view(np.int16)) for bits in (old.copy(), aside))
+    before = events.statistics()
+    write_live([LiveWrite(live, source, 0, [changes])])
+    assert np.array_equal(live.numpy().view(np.uint16), new)
+    told = {what: events.statistics()[f"sync_bytes_{what}"] - before[f"sync_bytes_{what}"] for what in WRITTEN}
+    jobs: dict[str, Callable[[], object]] = {
+        "scatter": lambda: write_live([LiveWrite(live, source, 0, [changes])]),
+        "whole": lambda: write_live([LiveWrite(live, source)]),
+        "copy": lambda: np.copyto(live.numpy(), source.numpy()),
+    }
+    found: dict[str, Any] = {what: nbytes / new.nbytes for what, nbytes in told.items()}
+    found["kept"] = changes.nbytes / new.nbytes
+    cores = sorted(os.sched_getaffinity(0))
+    for threads in range(1, min(2, len(cores)) + 1):
+        os.sched_setaffinity(0, cores[:threads])
+        try:
+            turns = [{name: timed(job) for name, job in jobs.items()} for _ in range(6 * rounds + 1)][1:]
+        finally:
+            os.sched_setaffinity(0, cores)
+        medians = {name: statistics.median(turn[name] for turn in turns) for name in jobs}
+        found[f"{threads} threads"] = {name: 1e3 * seconds / (new.nbytes / 1e9) for name, seconds in medians.items()}
+    return found
+
+
 def measure(*, quick: bool, rounds: int, warm_steps: int) -> dict[str, Any]:
     training = Training(quick=quick)
     losses = [training.step() for _ in range(warm_steps)]
@@ -196,6 +245,7 @@ def measure(*, quick: bool, rounds: int, warm_steps: int) -> dict[str, Any]:
         "model": {"elements": len(training.weights()), "warm_steps": warm_steps, "loss": [losses[0], losses[-1]]},
         "rates": {},
     }
+    least_bytes = 8 << 20 if quick else 256 << 20
     for rate in RATES:
         torch.set_num_threads(threads)
         versions = versions_at(training, start, rate)
@@ -206,8 +256,10 @@ def measure(*, quick: bool, rounds: int, warm_steps: int) -> dict[str, Any]:
             "one step": one,
             "eight steps": sizes_between(versions[0], versions[-1]),
             "eight steps, folded": folded_sizes(versions),
-            "times": times_between(versions[0], versions[1], rounds, 8 << 20 if quick else 256 << 20),
+            "times": times_between(versions[0], versions[1], rounds, least_bytes),
+            "commit": commits_between(versions[0], versions[1], rounds, least_bytes),
         }
+    found["even"] = {f"{share:g}": commits_between(*evenly_changed(share), rounds, least_bytes) for share in EVEN}
     return found
 
 
@@ -239,7 +291,29 @@ def report(results: dict[str, Any]) -> str:
         for name, row in found["times"].items():
             cells = [f"{row[f'{what}_ms_per_GB']:.0f} ms/GB" for what in ("swap", "apply", "copy")]
             lines.append(f"| {rate} | {name} | {row['encode_GB_per_s']:.2f} GB/s | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *commits_told(results)]) + "\n"
+
+
+def commits_told(results: dict[str, Any]) -> list[str]:
+    """Return the lines of a report on commits."""
+    lines = [
+        (
+            "\nA receiver's commit of one step's delta, in ms a GB. Shares of a version's bytes: scattered, copied, "
+            "and kept of the delta from the fetch to the commit.\n"
+        ),
+        "| changed elements | scattered | copied | kept | threads | commit | whole | a copy |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    rows = {f"trained at {rate}": found["commit"] for rate, found in results["rates"].items()}
+    rows |= {f"{100 * float(share):g} %, evenly": found for share, found in results["even"].items()}
+    for name, row in rows.items():
+        shares = " | ".join(f"{100 * row[what]:.1f} %" for what in (*WRITTEN, "kept"))
+        for threads in (1, 2):
+            times = row.get(f"{threads} threads")
+            if times is not None:
+                cells = " | ".join(f"{times[what]:.0f}" for what in ("scatter", "whole", "copy"))
+                lines.append(f"| {name} | {shares} | {threads} | {cells} |")
+    return lines
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

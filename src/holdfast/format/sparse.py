@@ -452,14 +452,15 @@ class Record:
             raise self._damaged(f"block {number} has a place {places[-1]}, but {size} units")
         return places
 
-    def change(self, number: int, memory: memoryview) -> None:
+    def change(self, number: int, memory: memoryview) -> tuple[Places, Units]:
         """Make the version after of the version before in ``memory``, a block's bytes; see `check`.
 
-        Raises as `block`.
+        Returns where it has other bits than before, ascending, and these. Raises as `block`.
         """
-        if self._told[number].where != _NOTHING:
-            places, values = self.block(number)
-            put(np.frombuffer(memory, f"<u{self.head.unit_bytes}"), places, values, self.head)
+        places, values = self.block(number)
+        if len(places):
+            values = put(np.frombuffer(memory, f"<u{self.head.unit_bytes}"), places, values, self.head)
+        return places, values
 
     def check(self, number: int, memory: memoryview) -> None:
         """Raise `CheckpointCorrupt` unless ``memory`` is the block of the version after."""
@@ -513,11 +514,12 @@ def apply(record: Memory | Record, into: Memory, *, what: str = "a delta", threa
     _over_blocks(head.blocks, apply_block, threads)
 
 
-def put(units: Units, places: Places, values: Units, head: Head) -> None:
-    """Put values, or steps from what is there, to ``places`` of ``units``."""
+def put(units: Units, places: Places, values: Units, head: Head) -> Units:
+    """Put values, or steps from what is there, to ``places`` of ``units``; return what is there now."""
     if head.kind == "steps":
         values = _from_ordered(_ordered(units[places], head.ordered) + values, head.ordered)
     units[places] = values
+    return values
 
 
 def fold(records: Sequence[Memory], *, what: str = "a delta", compress: bool | None = None, threads: int = 1) -> bytes:

@@ -14,6 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import torch
+from torch.autograd.graph import increment_version
 
 from holdfast import _torch_compat as compat
 from holdfast import events
@@ -54,6 +55,8 @@ class ReadTarget:
             return None
         if self._bytes is None:
             self._bytes = compat.host_memory(tensor)
+            if not tensor.is_inference():
+                increment_version(tensor)  # as torch would: who looks at the counter finds that it was written to
         return self._bytes
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     import torch
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from holdfast.state.entries import WholePlace
     from holdfast.sync.weights.buckets import Wanted
     from holdfast.sync.weights.pieces import Weights
+    from holdfast.sync.weights.scatter import Changes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,11 +195,28 @@ class Destination(Protocol):
         """
         ...
 
-    def fill(self, version: int, write: Callable[[Mapping[str, torch.Tensor]], None]) -> None:
+    def changed(self, changes: Mapping[str, Changes]) -> None:
+        """Note all that differs now, in `memory` of these names, from `base`, which they were brought forward from."""
+        ...
+
+    @property
+    def scatters(self) -> bool:
+        """Return True if a commit may write only what changed: then it is worth noting what that is."""
+        ...
+
+    def standing(self) -> Mapping[str, Hashable]:
+        """Return what the live tensors hold, by selected name: the ``content`` that `fill` has given them.
+
+        Only of tensors on the host that nobody has written to since, as far as torch counts that.
+        """
+        ...
+
+    def fill(self, version: int, write: Callable[[Mapping[str, torch.Tensor]], None], content: Hashable = None) -> None:
         """Make ``version`` the live one, from elsewhere than `memory`; dirty meanwhile, and not afterwards.
 
         write: fills the tensors that it is called with, by selected name, completely: the live ones, all at once; for a
-        function new ones, one at a time. If it raises, the destination stays dirty.
+        function new ones, one at a time. If it raises, the destination stays dirty. content: equal only for what is the
+        same, bit for bit, under each name.
         """
         ...
 

@@ -85,6 +85,10 @@ class Receiver:
         include, exclude: receive only, or leave out, the published names at or below these dotted prefixes, or that
             match these patterns (``"*.lora_*"``); the rest of ``into`` keeps its values. Of the names that are chosen,
             ``into`` has to have exactly the published ones. A word that matches nothing is a `ConfigError`.
+        sparse_commit: where a version came as a delta, `commit` writes only the elements that changed to live tensors
+            in host memory that nobody has written to since the commit before. **Writes that torch doesn't count are not
+            seen** (``.data``, NumPy, DLPack, collectives): they would stay beside what is new. False, the default,
+            copies all.
     """
 
     def __init__(
@@ -94,11 +98,12 @@ class Receiver:
         *,
         include: str | Iterable[str] | None = None,
         exclude: str | Iterable[str] | None = None,
+        sparse_commit: bool = False,
     ) -> None:
         choice = NameChoice(include, exclude)
         self._half = checked_transport(transport).receiving()
         self._into = into
-        self._applier = TargetFactory(choice)
+        self._applier = TargetFactory(choice, scatters=checked_flag("sparse_commit", sparse_commit))
         self._version: int | None = None
         self._meta: Mapping[str, Any] = _NOTHING
         self._stats: ReceiveStats | None = None

@@ -37,10 +37,11 @@ from holdfast.format.delta import delta_name, encode_delta
 from holdfast.format.manifest import MANIFEST_NAME, ChainMember
 from holdfast.format.sealed import xxh3_128
 from holdfast.staging.copier import lies_as_it_is
-from holdfast.state.entries import Described, joined, torch_dtype
+from holdfast.state.entries import Described, joined, local_tensor, torch_dtype
 from holdfast.state.structure import LayoutTable, part_of
 from holdfast.storage.entries import MAX_MANIFEST_BYTES
-from holdfast.sync.weights.pieces import entries_of
+from holdfast.sync.weights.pieces import entries_of, note_write
+from holdfast.sync.weights.scatter import Changes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -270,22 +271,28 @@ def bring_forward(
     layouts, rank = LayoutTable(), dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     jobs: list[Callable[[], None]] = []
     left: list[str] = []
+    changes: dict[str, Changes] = {}
     for name in names:
-        changed = of_tensor.get(stored[name], [])
+        changed, memory = of_tensor.get(stored[name], []), destination.memory(name)
+        local = local_tensor(memory)
+        noted = changes[name] = Changes(local.nbytes if destination.scatters else 0)
         if not changed:
             continue
-        views = list(layouts.views_of(destination.memory(name), name, rank, destination.place(name)))
+        views = list(layouts.views_of(memory, name, rank, destination.place(name)))
         found = [(_lying(views, box), some) for box, some in changed if _meets(views, box)]
-        if any(memory is None for memory, _ in found):
+        if any(part is None for part, _ in found):
             left.append(name)
+            del changes[name]
         else:
-            jobs += [partial(_apply, memory, some) for memory, some in found if memory is not None]
+            jobs += [partial(_apply, part, some, noted, local) for part, some in found if part is not None]
+            note_write(local)
     try:
         take_turns(jobs, min(THREADS_MAX, len(os.sched_getaffinity(0))))
     except CheckpointCorrupt as error:
         _log.warning("%s is read whole: %s", source.directory, error)
         destination.forget()
         return list(names)
+    destination.changed(changes)
     return left
 
 
@@ -293,25 +300,29 @@ def _meets(views: Sequence[tuple[Box, torch.Tensor]], box: Box) -> bool:
     return any(intersect(there, box) is not None for there, _ in views)
 
 
-def _lying(views: Sequence[tuple[Box, torch.Tensor]], box: Box) -> memoryview | None:
+def _lying(views: Sequence[tuple[Box, torch.Tensor]], box: Box) -> torch.Tensor | None:
     """Return the memory of ``box`` if it is all here, in one piece of host memory."""
     for there, view in views:
         if contains(there, box):
             part = part_of(view, box, there)
-            return compat.host_memory(part) if lies_as_it_is(part) else None
+            return part if lies_as_it_is(part) else None
     return None
 
 
-def _apply(memory: memoryview, records: Sequence[sparse.Record]) -> None:
+def _apply(part: torch.Tensor, records: Sequence[sparse.Record], noted: Changes, whole: torch.Tensor) -> None:
+    """Bring ``part`` of ``whole`` forward by one record after the other; note what changes."""
+    memory, at = compat.host_memory(part), part.data_ptr() - whole.data_ptr()
     head = records[-1].head
     size = head.block_units * head.unit_bytes
     if len(memory) != head.units * head.unit_bytes:
         raise CheckpointCorrupt(f"{records[-1].what} is for another array", path=records[-1].what)
     for number in range(head.blocks):
         block = memory[number * size : (number + 1) * size]
-        for record in records:
-            record.change(number, block)
+        changes = [record.change(number, block) for record in records]
         records[-1].check(number, block)
+        for places, values in changes:
+            bits = values if places is changes[-1][0] else np.frombuffer(block, values.dtype)[places]
+            noted.note(at + number * size, len(block), places, bits)
 
 
 prepare_decoding(_DeltaShare, tuple[bool, int])

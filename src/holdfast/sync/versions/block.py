@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from holdfast.boxes import Box
     from holdfast.sync.versions.books import VersionKey
     from holdfast.sync.weights.pieces import Local
+    from holdfast.sync.weights.scatter import Changes
 
     Sums = npt.NDArray[np.uint64]
 
@@ -207,6 +208,7 @@ class MappedBlock:
     """A publisher rank's block, mapped by a receiver; the mapping lives while tensors refer to it."""
 
     is_here = False
+    steps: tuple[BlockStep, ...] = ()
 
     def __init__(self, fd: int, nbytes: int) -> None:
         """Map the block and close ``fd``. Raises `StorageError`."""
@@ -243,7 +245,7 @@ class MappedBlock:
     def refresh(self) -> None:
         """See to it that `epoch` is what it is at the publisher: it is."""
 
-    def bring_forward(self, layout: BlockLayout, key: VersionKey, extents: Sequence[int]) -> None:
+    def bring_forward(self, layout: BlockLayout, key: VersionKey, extents: Sequence[int], *, notes: bool) -> None:
         """Make what is here of an earlier version this one, as far as that goes: all of it is here."""
 
     def has(self, extent: int) -> bool:
@@ -262,6 +264,15 @@ class HeldExtents(NamedTuple):
     layout: bytes
     """Its digest."""
     extents: frozenset[int]
+    steps: tuple[BlockStep, ...] = ()
+
+
+class BlockStep(NamedTuple):
+    """How a block was brought forward from the version ``base``: by changes in these extents, which were verified."""
+
+    base: VersionKey
+    changes: Changes
+    extents: set[int]
 
 
 class ReadableBlock(Protocol):
@@ -271,6 +282,8 @@ class ReadableBlock(Protocol):
     view: torch.Tensor
     is_here: bool
     """What was brought is this process's own: no lease is needed any more."""
+    steps: tuple[BlockStep, ...]
+    """How it came to hold its version, as far back as that is known; the extents count once it was verified."""
 
     @property
     def epoch(self) -> int: ...
@@ -281,7 +294,7 @@ class ReadableBlock(Protocol):
 
     def refresh(self) -> None: ...
 
-    def bring_forward(self, layout: BlockLayout, key: VersionKey, extents: Sequence[int]) -> None: ...
+    def bring_forward(self, layout: BlockLayout, key: VersionKey, extents: Sequence[int], *, notes: bool) -> None: ...
 
     def has(self, extent: int) -> bool: ...
 

@@ -28,11 +28,12 @@ from holdfast.format import sparse
 from holdfast.format.manifest import EXTENT_BYTES
 from holdfast.staging.image import Image
 from holdfast.sync.versions import messages
-from holdfast.sync.versions.block import HEADER_BYTES
+from holdfast.sync.versions.block import HEADER_BYTES, BlockStep
 from holdfast.sync.versions.deltas import decode_records, runs_of
 from holdfast.sync.versions.reads import MemoryReadFailed, ReadConnections
 from holdfast.sync.versions.serving import connect_to
 from holdfast.sync.weights.pieces import copy_threads
+from holdfast.sync.weights.scatter import Changes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -195,7 +196,8 @@ class MirrorBlock:
         self._check = check
         image, self._holds = reader.take(granted.nbytes)
         self._image: Image | None = image
-        self._here: frozenset[int] = frozenset()
+        self._here: set[int] = set()
+        self.steps: tuple[BlockStep, ...] = ()
         self.view: torch.Tensor = image.bytes_view
         self._memory = compat.host_memory(self.view)
         self._asked_s = time.monotonic()
@@ -205,6 +207,7 @@ class MirrorBlock:
 
     def bring(self, start: int, end: int) -> None:
         """Read these bytes: by TCP, or without the rank, which is then asked now and then if the block is as it was."""
+        self.room_for(start, end)
         if self._granted.memory and self.reader.memory_reads is not None:
             self._look()
             offered, into = self._granted.memory, self.view[start:end]
@@ -217,6 +220,13 @@ class MirrorBlock:
         asked = messages.ReadRanges(self._granted.block, self._granted.epoch, ((start, end),))
         if not self.reader.read(asked, [self._memory[start:end]], self._check, self._version):
             raise self._gone()
+
+    def room_for(self, start: int, end: int) -> memoryview:
+        """Return memory to bring these bytes into: what is here then is no longer what a delta has made."""
+        self._here.difference_update(
+            range((start - HEADER_BYTES) // EXTENT_BYTES, (end - 1 - HEADER_BYTES) // EXTENT_BYTES + 1)
+        )
+        return self._memory[start:end]
 
     def refresh(self) -> None:
         """Ask the publisher if the block is as it was; set `epoch` to none of its epochs if not."""
@@ -243,44 +253,56 @@ class MirrorBlock:
             version=self._version,
         )
 
-    def bring_forward(self, layout: BlockLayout, key: VersionKey, extents: Sequence[int]) -> None:
+    def bring_forward(self, layout: BlockLayout, key: VersionKey, extents: Sequence[int], *, notes: bool) -> None:
         """Make what is here of an earlier version this one, by what changed; extents that this made wrong are brought.
 
-        Nothing is certain before extents were compared with their checksums.
+        notes: keep what changed, for a commit. Nothing is certain before extents were compared with their checksums.
         """
         held, self._holds = self._holds, None
         if held is None or held.layout != layout.digest or not self._granted.deltas:
             return
         here = held.extents.intersection(extents)
-        if held.key != key and here and not self._patch(layout, held.key, key, here):
+        changes = Changes(layout.data_bytes if notes else 0)
+        if held.key != key and here and not self._patch(layout, held.key, key, here, changes):
             return
-        self._here = here
+        self._here = set(here)
+        self.steps = (*held.steps, BlockStep(held.key, changes, self._here))
+        while sum(step.changes.nbytes for step in self.steps) > changes.limit:
+            self.steps = self.steps[1:]
 
-    def _patch(self, layout: BlockLayout, base: VersionKey, key: VersionKey, here: frozenset[int]) -> bool:
-        """Apply the delta to the extents that are here; return False if there is none."""
+    def _patch(
+        self, layout: BlockLayout, base: VersionKey, key: VersionKey, here: frozenset[int], changes: Changes
+    ) -> bool:
+        """Apply the delta to the extents that are here, noting what it changes; return False if there is none."""
         encoded = self.reader.bring_delta(base, key, layout.data_bytes, self._check)
         if not encoded:
             return False
         events.count("sync_deltas_applied")
         try:
             runs = zip(runs_of(layout), decode_records(encoded), strict=True)
-            jobs = [job for run, record in runs for job in self._changes(run, sparse.Record(record), here)]
+            jobs = [job for run, record in runs for job in self._changes(run, sparse.Record(record), here, changes)]
             take_turns(jobs, copy_threads())
         except (CheckpointCorrupt, ConfigError, ValueError, msgspec.MsgspecError) as error:
             _log.warning("a delta from version %d to %d is of no use: %s", base.version, key.version, error)
             return False
         return True
 
-    def _changes(self, run: BlockRun, record: sparse.Record, here: frozenset[int]) -> Iterator[Callable[[], None]]:
+    def _changes(
+        self, run: BlockRun, record: sparse.Record, here: frozenset[int], changes: Changes
+    ) -> Iterator[Callable[[], None]]:
         head = record.head
         if head.units * head.unit_bytes != run.end - run.start:
             raise CheckpointCorrupt("it is of another layout", path=record.what)
         size = head.block_units * head.unit_bytes
+
+        def change(number: int, start: int, end: int) -> None:
+            found = record.change(number, self._memory[HEADER_BYTES + start : HEADER_BYTES + end])
+            changes.note(start, end - start, *found)
+
         for number in range(head.blocks):
             start, end = run.start + number * size, min(run.end, run.start + (number + 1) * size)
             if here.intersection(range(start // EXTENT_BYTES, (end - 1) // EXTENT_BYTES + 1)):
-                memory = self._memory[HEADER_BYTES + start : HEADER_BYTES + end]
-                yield partial(record.change, number, memory)
+                yield partial(change, number, start, end)
 
     def has(self, extent: int) -> bool:
         return extent in self._here

@@ -333,7 +333,8 @@ class SharedDelta:
     def encoded(self) -> memoryview:
         return self._memory[HEADER_BYTES : HEADER_BYTES + self.data_bytes]
 
-    def bytes_between(self, start: int, end: int) -> memoryview:
+    def room_for(self, start: int, end: int) -> memoryview:
+        """Return memory to bring these bytes into."""
         return self._memory[start:end]
 
     def has(self, extent: int) -> bool:
@@ -468,7 +469,7 @@ class SharedFetch:
             for extent in range(run.start, run.end):
                 self._version.check(extent)
             return RunOutcome.HERE
-        memory = self._mirror.bytes_between(start, end)
+        memory = self._mirror.room_for(start, end)
         try:
             if not held.read(run, self._key, start, memory, check):
                 return RunOutcome.GONE

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import msgspec
 import torch
@@ -38,6 +38,7 @@ from holdfast.errors import (
     StateMismatch,
     VersionRevoked,
 )
+from holdfast.format.manifest import EXTENT_BYTES
 from holdfast.state.entries import torch_dtype
 from holdfast.state.structure import part_of
 from holdfast.sync.session.fetcher import infos_of, parts_of
@@ -52,13 +53,15 @@ from holdfast.sync.versions.serving import connect_to, is_gone
 from holdfast.sync.versions.watch import Known, PublisherWatch, receiver_name
 from holdfast.sync.weights.apply import twins_differ
 from holdfast.sync.weights.pieces import Local, copy_all, copy_threads, global_rank, places_of
+from holdfast.sync.weights.scatter import LiveWrite, write_live
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
     from holdfast.sync.protocol import Destination
     from holdfast.sync.versions.reads import MemoryReads
     from holdfast.sync.weights.buckets import PieceBox, Wanted
+    from holdfast.sync.weights.scatter import Changes
 
 _LOOK_S: Final = 0.01
 _CONNECT_S: Final = 5.0
@@ -74,6 +77,22 @@ class _SelectedParts(NamedTuple):
     parts: list[list[PieceBox]]
     extents: list[list[int]]
     nbytes: int
+
+
+_Content = tuple[str, tuple[VersionKey, ...]]
+"""What a version is known by: its publisher's incarnation, and the part of each rank."""
+
+
+class _Steps(NamedTuple):
+    """How a block was brought forward, and the extents of which that says all."""
+
+    changes: tuple[Changes, ...]
+    extents: frozenset[int]
+
+    def others(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Return the extents of a range, of a block's pieces, of which that doesn't say all."""
+        found = range(start // EXTENT_BYTES, -(-end // EXTENT_BYTES))
+        return [(extent * EXTENT_BYTES, (extent + 1) * EXTENT_BYTES) for extent in found if extent not in self.extents]
 
 
 class RankConnections:
@@ -515,7 +534,11 @@ class FetchedBlocks:
         self._parts = list(zip(versions, selection.parts, strict=True))
         self.nbytes = selection.nbytes
         ranks = list(zip(versions, self._keys, selection.extents, strict=True))
-        take_turns([partial(one.block.bring_forward, one.layout, key, some) for one, key, some in ranks], len(ranks))
+        notes = self._destination.scatters
+        take_turns(
+            [partial(one.block.bring_forward, one.layout, key, some, notes=notes) for one, key, some in ranks],
+            len(ranks),
+        )
         shared = [
             SharedFetch(one, one.block, key, some)
             for one, key, some in ranks
@@ -526,13 +549,15 @@ class FetchedBlocks:
         else:
             jobs = [job for version, _, some in ranks for job in version.checks(some)]
             take_turns([partial(_checked, job, check) for job in jobs], copy_threads())
-        self._holds = [HeldExtents(key, one.layout.digest, frozenset(some)) for one, key, some in ranks]
+        self._holds = [
+            HeldExtents(key, one.layout.digest, frozenset(some), one.block.steps) for one, key, some in ranks
+        ]
         self._check_epochs()
         self._check_twins(selection.wanted)
         self._check_epochs()
         if self._destination.streaming:
             lives = {name: self._destination.memory(name) for name in selection.names}
-            self._write(lives)
+            self._write(lives, {})
             self._check_epochs()
             for name in selection.names:
                 self._destination.complete(name)
@@ -550,7 +575,9 @@ class FetchedBlocks:
             self._destination.commit(self.version)
             return
         self._check_epochs()
-        self._destination.fill(self.version, self._write_checked)
+        standing = self._destination.standing()
+        self._destination.fill(self.version, partial(self._write_checked, standing=standing), self._content)
+        self._holds = [None if held is None else held._replace(steps=()) for held in self._holds]
 
     def release(self) -> None:
         if not self._released:
@@ -590,19 +617,43 @@ class FetchedBlocks:
     def _digests_of(layouts: Sequence[BlockLayout]) -> tuple[bytes, ...]:
         return tuple(layout.digest for layout in layouts)
 
-    def _write_checked(self, lives: Mapping[str, torch.Tensor]) -> None:
-        self._write(lives)
+    @property
+    def _content(self) -> _Content:
+        return self._connections.places.incarnation, tuple(self._keys)
+
+    def _write_checked(self, lives: Mapping[str, torch.Tensor], standing: Mapping[str, Hashable]) -> None:
+        self._write(lives, standing)
         self._check_epochs()
 
-    def _write(self, lives: Mapping[str, torch.Tensor]) -> None:
-        """Copy what the tensors take of the blocks into them."""
+    def _write(self, lives: Mapping[str, torch.Tensor], standing: Mapping[str, Hashable]) -> None:
+        """Bring what the tensors take of the blocks into them. standing: what they have, if that is known."""
         at = {name: self._destination.place(name) for name in lives}
         _, places = places_of(lives, at, rank=global_rank())
-        self._copy(places)
+        write_live(list(self._writes(places, standing)), self._check_epochs)
 
-    def _copy(self, places: Mapping[str, Sequence[Local]]) -> None:
-        copies = [copy for version, parts in self._parts for copy in _copies(version, parts, places)]
-        copy_all([target for target, _ in copies], [source for _, source in copies], self._check_epochs)
+    def _writes(self, places: Mapping[str, Sequence[Local]], standing: Mapping[str, Hashable]) -> Iterator[LiveWrite]:
+        for rank, (version, parts) in enumerate(self._parts):
+            known = {content: self._steps_from(content, rank) for content in set(standing.values())}
+            for name, target, source in _copies(version, parts, places):
+                steps = known.get(standing.get(name))
+                if steps is None:
+                    yield LiveWrite(target, source)
+                    continue
+                start = source.data_ptr() - version.data.data_ptr()
+                others = steps.others(start, start + source.nbytes)
+                yield LiveWrite(target, source, start, steps.changes, others)
+
+    def _steps_from(self, content: Hashable, rank: int) -> _Steps | None:
+        """Return how a rank's block was brought forward from what live tensors have; None if that isn't known."""
+        incarnation, keys = cast("_Content", content)
+        if content == self._content or incarnation != self._content[0]:
+            return None  # the same version again is copied: someone may have reason to
+        steps = self._leased[rank][0].steps
+        first = max((at for at, step in enumerate(steps) if step.base == keys[rank]), default=None)
+        if first is None:
+            return None
+        extents = frozenset.intersection(*(frozenset(step.extents) for step in steps[first:]))
+        return _Steps(tuple(step.changes for step in steps[first:]), extents)
 
     def _check_twins(self, wanted: Sequence[Wanted]) -> None:
         """Raise `StateMismatch` if names of one live tensor have different values."""
@@ -614,7 +665,9 @@ class FetchedBlocks:
                     for want in wanted
                     if want.name == one
                 ]
-            self._copy({one: boxes[one] for one in (name, other)})
+            both = {one: boxes[one] for one in (name, other)}
+            copies = [copy for version, parts in self._parts for copy in _copies(version, parts, both)]
+            copy_all([copy[1] for copy in copies], [copy[2] for copy in copies], self._check_epochs)
             for mine, theirs in zip(boxes[name], boxes[other], strict=True):
                 if not torch.equal(compat.as_bytes(mine.tensor), compat.as_bytes(theirs.tensor)):
                     raise twins_differ(other, name)
@@ -639,8 +692,8 @@ def _checked(job: Callable[[], None], check: Callable[[], None]) -> None:
 
 def _copies(
     version: RankVersion, parts: Sequence[PieceBox], places: Mapping[str, Sequence[Local]]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (target, source) for the parts of one rank's block that go to ``places``."""
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield (name, target, source) for the parts of one rank's block that go to ``places``."""
     table = version.layout.table
     for part in parts:
         piece = table[part.piece]
@@ -652,4 +705,4 @@ def _copies(
             shared = intersect(box, part.box)
             if shared is not None and shared.volume:
                 target = tensor if shared == box else part_of(tensor, shared, box)
-                yield target, source if shared == piece.box else part_of(source, shared, piece.box)
+                yield piece.name, target, source if shared == piece.box else part_of(source, shared, piece.box)

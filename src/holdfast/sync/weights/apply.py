@@ -45,11 +45,11 @@ from holdfast.sync.weights.names import NameChoice
 from holdfast.sync.weights.pieces import (
     TensorParts,
     check_writable,
-    copy_all,
     global_rank,
     named_tensors,
     places_of,
 )
+from holdfast.sync.weights.scatter import LiveStamp, LiveWrite, write_live
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from holdfast.state.entries import WholePlace
     from holdfast.sync.protocol import Destination
     from holdfast.sync.weights.pieces import Sendable
+    from holdfast.sync.weights.scatter import Changes
 
 
 _refused: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
@@ -108,9 +109,10 @@ class CheckedApply(ABC):
 class TargetFactory:
     """Makes the destinations of one receiver, one at a time."""
 
-    def __init__(self, choice: NameChoice | None = None) -> None:
-        """choice: the names to receive; None: all."""
+    def __init__(self, choice: NameChoice | None = None, *, scatters: bool = False) -> None:
+        """choice: the names to receive; None: all. scatters: commits may write only what changed."""
         self._choice = choice or NameChoice()
+        self._scatters = scatters
         self._kept = _ReceiverMemory()
         self._module: ModuleSource | None = None
 
@@ -142,11 +144,21 @@ class TargetFactory:
                 streaming=streaming,
                 hooked=hooked,
                 choice=self._choice,
+                scatters=self._scatters,
             )
         if isinstance(into, Mapping):
             live = _of_mapping(named_tensors(into, what="into"))
             named = partial(_lying_in, into)
-            return LiveTensors(into, live, self._kept, committed, named, streaming=streaming, choice=self._choice)
+            return LiveTensors(
+                into,
+                live,
+                self._kept,
+                committed,
+                named,
+                streaming=streaming,
+                choice=self._choice,
+                scatters=self._scatters,
+            )
         if callable(into):
             return CallbackTarget(into, self._kept, committed, streaming=streaming, choice=self._choice)
         raise ConfigError(
@@ -181,7 +193,7 @@ class _ReceiverMemory:
     def __init__(self) -> None:
         self.publisher = 0
         """Which publisher versions come from now, counted: those of an earlier one are no base."""
-        self.live: tuple[int, dict[int, _Stamp]] | None = None
+        self.live: tuple[int, dict[int, LiveStamp]] | None = None
         """By ``id`` of the tensor."""
         self.parts: Mapping[str, WholePlace] = {}
         """Where the tensors that were last selected lie in the published ones, for those that are parts."""
@@ -211,23 +223,6 @@ class _ReceiverMemory:
         """Forget which versions are held, also those that are committed later: another publisher sends now."""
         self.publisher += 1
         self.live = None
-
-
-class _Stamp(NamedTuple):
-    """State of a live tensor when a version was committed to it."""
-
-    tensor: torch.Tensor
-    writes: int
-    local_writes: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Stamp:
-        return cls(tensor, compat.version_of(tensor), compat.version_of(local_tensor(tensor)))
-
-    @property
-    def stands(self) -> bool:
-        """Return True if it was not written to since, according to torch's version counters."""
-        return self[1:] == _Stamp.of(self.tensor)[1:]
 
 
 class _Live:
@@ -369,10 +364,12 @@ class LiveTensors:
         streaming: bool,
         hooked: _Hooked | None = None,
         choice: NameChoice | None = None,
+        scatters: bool = False,
     ) -> None:
         """``named``: returns the tensors of ``into`` by their names there, as they are now."""
         self.into = into
         self.streaming = streaming
+        self.scatters = scatters and not streaming
         self._hooked = hooked
         self._back: Sequence[HandBack] = ()
         self.dirty = False
@@ -392,6 +389,8 @@ class LiveTensors:
         self._publisher = kept.publisher
         self._shadow: _Shadow | None = None
         self._base = self._streaming_base() if streaming else None
+        self._changed: Mapping[str, Changes] = {}
+        self._changed_since: Hashable = None
 
     @property
     def base(self) -> int | None:
@@ -551,34 +550,54 @@ class LiveTensors:
                     raise twins_differ(other, twin)
 
     def commit(self, version: int) -> None:
+        content = self._publisher, version
         if self.streaming:
             self._check_places()
-            self._is_live(version)
+            self._is_live(version, content)
         else:
-            self.fill(version, self._copy_shadow)
+            # The same version again is copied: someone may have reason to.
+            standing = {} if self._changed_since == content else self.standing()
+            self.fill(version, partial(self._write_shadow, standing=standing), content)
             shadow = self._own_shadow()
             # Under other names it has what is older.
             shadow.tensors = {name: shadow.tensors[name] for name in (*self._wanted, *self._twins)}
             shadow.version, shadow.publisher = version, self._publisher
         self._give_back()
 
-    def _copy_shadow(self, lives: Mapping[str, torch.Tensor]) -> None:
-        shadow = self._own_shadow()
-        copy_all(
-            [local_tensor(live) for live in lives.values()], [local_tensor(shadow.tensors[name]) for name in lives]
-        )
+    def changed(self, changes: Mapping[str, Changes]) -> None:
+        self._changed, self._changed_since = changes, (self._publisher, self._base)
 
-    def fill(self, version: int, write: Callable[[Mapping[str, torch.Tensor]], None]) -> None:
+    def _write_shadow(self, lives: Mapping[str, torch.Tensor], standing: Mapping[str, Hashable]) -> None:
+        shadow = self._own_shadow()
+        writes = []
+        for name, live in lives.items():
+            known = self._changed.get(name) if standing.get(name, self) == self._changed_since else None
+            steps = None if known is None else (known,)
+            writes.append(LiveWrite(local_tensor(live), local_tensor(shadow.tensors[name]), steps=steps))
+        write_live(writes)
+
+    def standing(self) -> Mapping[str, Hashable]:
+        _, stamps = self._kept.live or (None, {})
+        if not self.scatters or self._back or self._twins:
+            return {}
+        found: dict[str, Hashable] = {}
+        for name, live in self._wanted.items():
+            stamp = stamps.get(id(live))
+            if stamp is not None and live.is_cpu and not compat.is_dtensor(live) and stamp.has(name, self.place(name)):
+                found[name] = stamp.content
+        return found
+
+    def fill(self, version: int, write: Callable[[Mapping[str, torch.Tensor]], None], content: Hashable = None) -> None:
         self._check_places()
         self._touch()
         write({name: live.detach() for name, live in self._wanted.items()})
         _finish([local_tensor(live) for live in self._wanted.values()])
-        self._is_live(version)
+        self._is_live(version, content)
 
-    def _is_live(self, version: int) -> None:
+    def _is_live(self, version: int, content: Hashable) -> None:
         for back in self._back:
             back.load({key: one.value for key, one in back.given.items()})
-        stamps = {id(live): _Stamp.of(live) for live in self._wanted.values()}
+        stamps = {id(live): LiveStamp.of(live, name, self.place(name), content) for name, live in self._wanted.items()}
         self._kept.live = (version, stamps) if self._publisher == self._kept.publisher else None
         self._committed(version)
         self.dirty = False
@@ -595,7 +614,7 @@ class LiveTensors:
         self._give_back()
 
     def _give_back(self) -> None:
-        shadow, self._shadow = self._shadow, None
+        shadow, self._shadow, self._changed = self._shadow, None, {}
         if shadow is not None:
             self._kept.give(shadow)
 
@@ -604,6 +623,7 @@ class CallbackTarget:
     """See the module; implements `Destination`."""
 
     base = None
+    scatters = False
     twins: Mapping[str, str] = {}
 
     def __init__(
@@ -656,7 +676,14 @@ class CallbackTarget:
         self._committed(version)
         self.dirty = False
 
-    def fill(self, version: int, write: Callable[[Mapping[str, torch.Tensor]], None]) -> None:
+    def changed(self, changes: Mapping[str, Changes]) -> None:
+        """Do nothing: what is passed to a function is new memory, filled whole."""
+
+    def standing(self) -> Mapping[str, Hashable]:
+        return {}
+
+    def fill(self, version: int, write: Callable[[Mapping[str, torch.Tensor]], None], content: Hashable = None) -> None:
+        del content
         for name in self._published:
             if name not in self._passed:
                 write({name: self.memory(name)})
