@@ -291,7 +291,9 @@ class BlockServer:
         lacking, now_s = int.from_bytes(asked.lacking, "little"), time.monotonic()
         with self._served.lock:
             fan_out = self._served.fan_out_of(VersionKey(asked.version, asked.digest))
-            found = None if fan_out is None else fan_out.ask(receiver, lacking, asked.waited_s, now_s)
+            if fan_out is None:  # it is no longer kept: what a lease keeps of it is here, or it is revoked
+                fan_out = FanOut(lacking.bit_length())
+            found = fan_out.ask(receiver, lacking, asked.waited_s, now_s)
             place = None if found is None else self._served.places.get(found.holder)
         encoded = b"" if found is None else msgspec.msgpack.encode(messages.HeldRun(*found, place))
         send_sized(sock, encoded, self._peer_timeout_s)
