@@ -17,7 +17,7 @@ from holdfast.sync.versions import block, publishing, receiving
 from holdfast.sync.versions.block import BlockMemory, RankVersion
 from holdfast.sync.versions.books import Books
 from holdfast.sync.weights.apply import LiveTensors
-from weight_sync import deltas
+from weight_sync import deltas, network_mutations
 from weight_sync.fabric import alive, step
 from weight_sync.faults import Faults
 from weight_sync.schedule import run_many
@@ -377,6 +377,8 @@ mutation(
     bias=restarted,
 )
 
+for _name, _finds, _bias, *_patches in network_mutations.MUTATIONS:
+    mutation(_name, _finds, *_patches, bias=_bias)
 for _name, _finds, *_patches in deltas.MUTATIONS:
     MUTATIONS.append(Mutation(_name, frozenset(_finds.split(", ")), tuple(_patches), None, deltas.run_many))
 
