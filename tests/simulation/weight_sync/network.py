@@ -136,6 +136,9 @@ class Stream(fabric.Endpoint):
     def carry(self, item):
         sim = Current.sim
         self.peer.queued += len(item)
+        if sim.lines is not None:
+            what = "pages of a file" if isinstance(item, Pages) else bytes(item)
+            sim.log("bytes", f"to {self.peer.process.name}, {len(item)} by connection {self.number}: {what}")
         self.post(item)
         if sim.faults.breaks and sim.faults.breaks_now():
             sim.log("breaks", f"connection {self.number}")
