@@ -35,9 +35,10 @@ def test_old_or_new_and_never_a_lie(tried):
 
 
 @pytest.mark.timeout(120)
-def test_a_schedule_replays_exactly():
+@pytest.mark.parametrize("seed", ["14", "38"], ids=["mapped", "over a network, with deltas and fan-out"])
+def test_a_schedule_replays_exactly(seed):
     """The order of sets and dicts is of no influence."""
-    runs = [command("--seed", "14", hash_seed=seed, module="weight_sync") for seed in ("0", "1")]
+    runs = [command("--seed", seed, hash_seed=hash_seed, module="weight_sync") for hash_seed in ("0", "1")]
     (status, first, errors), (other_status, second, _) = side_by_side(runs, timeout_s=100.0)
     assert (status, other_status) == (0, 0), errors
     assert len(first.splitlines()) > 30

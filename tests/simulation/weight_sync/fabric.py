@@ -86,6 +86,12 @@ class Endpoint:
             if not self.peer.closed:
                 self.post((Ended("its connection ended"), None))
 
+    def cut(self):
+        """Break the connection: each side hears what is on its way, and its end."""
+        for one in (self, self.peer):
+            one.closed = False
+            one.post((Ended("its connection ended"), None))
+
 
 class Listener:
     """In place of a socket that listens."""
@@ -117,14 +123,19 @@ def listen_at(path):
 
 def connect_to(place, timeout_s):
     del timeout_s
+    return connect(place.path, Endpoint, FileNotFoundError(errno.ENOENT, "No such file or directory"))
+
+
+def connect(path, kind, absent):
+    """Return one end of a new connection. absent: raised if nobody has ever listened there."""
     sim, process = Current.sim, alive()
     step()
-    found = sim.listeners.get(place.path)
+    found = sim.listeners.get(path)
     if found is None:
-        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+        raise absent
     if found.process.dead:
         raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
-    mine, other = Endpoint(process), Endpoint(found.process)
+    mine, other = kind(process), kind(found.process)
     mine.peer, other.peer = other, mine
     sim.links.append(mine)
     found.backlog.append(other)
@@ -157,9 +168,12 @@ class Link:
         alive()
         if self.ended is None and not self.sock.closed:
             if self.has_more:
-                cut(self.sock)
+                self.sock.cut()
             else:
                 self.sock.post((message, fd))
+
+    def flush(self):
+        """Send what waits: nothing does here, but in the link itself."""
 
     def receive(self):
         """Return what has come."""
@@ -178,13 +192,6 @@ class Link:
         self.sock.close()
 
 
-def cut(end):
-    """Break a connection: each side hears what is on its way, and its end."""
-    for one in (end, end.peer):
-        one.closed = False
-        one.post((Ended("its connection ended"), None))
-
-
 class EventLoop:
     """In place of `links.EventLoop`."""
 
@@ -201,6 +208,11 @@ class EventLoop:
     def drop(self, link):
         self._links.pop(link, None)
         link.close()
+
+    def hand_over(self, link):
+        self._links.pop(link, None)
+        link.sock.loop = None
+        return link.sock
 
     def listen(self, listener):
         self._listeners.append(listener)
@@ -224,8 +236,12 @@ class EventLoop:
         self._rung = False
         for link in list(self._links):
             if link in self._links:
+                if link.has_more:
+                    link.flush()
                 for said in link.receive():
                     yield link, said
+                if link.sock.unread and link.ended is None and link.sock.loop is self:
+                    self._rung = True  # not all of it was read
         for listener in self._listeners:
             while listener.backlog:
                 yield listener.backlog.popleft()

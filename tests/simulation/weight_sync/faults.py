@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 TRAVEL_S = 0.002
+NETWORKS = 0.35
+"""In how many schedules there is a network."""
 KINDS = ("weights", "memory", "fill")
 """How a rank may fail to stage a version: its weights can't be had, a block can't be made, a copy fails."""
 
@@ -44,6 +46,15 @@ class Faults:
         self.damage = 0.0
         """How often a byte of a block is not what it was hashed as."""
         self.last_start = "on"
+        self.network = ()
+        """Receivers that bring versions over a network; where there are none, publishers serve their host alone."""
+        self.fan_out = ()
+        """Those of them that serve one another."""
+        self.delta = None
+        self.breaks = 0.0
+        """How often a connection of bytes breaks, each time that some are sent."""
+        self.lies = 0.0
+        """How often a receiver that serves others sends other bytes than it has."""
 
     @property
     def calm(self):
@@ -75,7 +86,18 @@ class Faults:
             drawn.cuts = tuple(rng.random() * 2.0 for _ in range(rng.randint(1, 3)))
         if rng.random() < 0.65:
             drawn.draw_publishers(rng)
+        if rng.random() < NETWORKS:
+            drawn.draw_network(rng)
         return drawn
+
+    def draw_network(self, rng):
+        """Who brings versions over a network, and how that goes."""
+        share = rng.choice((0.6, 1.0))
+        self.network = tuple(n for n in range(self.receivers) if rng.random() < share)
+        self.fan_out = self.network if rng.random() < 0.5 else ()
+        self.delta = rng.choice((None, "values", "steps"))
+        self.breaks = rng.choice((0.0, 0.0, 0.005))
+        self.lies = rng.choice((0.0, 0.0, 0.2))
 
     def draw_publishers(self, rng):
         """What goes wrong with publishers, too."""
@@ -109,6 +131,14 @@ class Faults:
     def travel_of(self, process):
         """Return the seconds that a request to a board or a rendezvous takes."""
         return self.rng.random() * TRAVEL_S if self.calm and process.job is not None else self.travel()
+
+    def breaks_now(self):
+        """Return True if a connection breaks."""
+        return self.active and self.rng.random() < self.breaks
+
+    def lies_now(self, process):
+        """Return True if what a process sends isn't what it has; to the end: others don't depend on it."""
+        return process.receiver is not None and self.lies and self.rng.random() < self.lies
 
     def rendezvous_fails(self, process):
         if not (self.active and self.rendezvous and process.job is not None) or self.rng.random() > self.rendezvous:

@@ -30,7 +30,11 @@ CATCH_UP_S = 25.0
 ATTEMPTS_MAX = 12
 HASTE_S = 0.5
 """How long a publish may take when nothing is wrong with any publisher."""
+PEER_TIMEOUT_S = 1.0
+DELTA_BYTES = 1000
 _LATE_S = 1.5
+_LATE_NETWORK_S = 10.0
+"""The same for a receiver that brings bytes: as long as they come, it goes on, and asks one after the other."""
 _OTHERS_S = 15.0
 """How much longer than its timeout a publish may take to learn that others have failed."""
 
@@ -44,6 +48,7 @@ def start(sim, name):
     process = sim.process(name, "host")
     process.turns, process.ends, process.images = {}, [], []
     process.receiver = process.job = None
+    process.mirrors = []
     process.stopped_s, process.faults_of_stage = 0.0, None
     process.on_death.append(lambda ended: [end.close() for end in ended.ends])
     return process
@@ -80,8 +85,10 @@ class Job:
         self.board = fabric.Board.shared()
         checker = sim.checker
         self.published = [checker.new(self, version) for version in versions]
-        for one in self.published:
+        for number, one in enumerate(self.published):
             one.tied = sim.random() < sim.faults.ties
+            if sim.faults.delta is not None and one.serial > 1 and (number or sim.random() < 0.5):
+                one.base = checker.find(one.serial - 1)
         self.plan = [self._planned(sim) for _ in versions]
         self.ranks = []
         self.ended = 0
@@ -106,9 +113,19 @@ class Job:
 
     def run(self, rank):
         process = getcurrent().process
-        options = PublisherOptions(keep_versions=self.sim.faults.keep, rewind=self.rewinds)
+        faults = self.sim.faults
+        options = PublisherOptions(
+            keep_versions=faults.keep, rewind=self.rewinds, delta=faults.delta, delta_bytes=DELTA_BYTES
+        )
         try:
-            half = BlockPublishing(options, rendezvous="run", process_group=None, peer_timeout_s=30.0, directory="/run")
+            half = BlockPublishing(
+                options,
+                rendezvous="run",
+                process_group=None,
+                peer_timeout_s=PEER_TIMEOUT_S if faults.network else 30.0,
+                directory="/run",
+                network=bool(faults.network),
+            )
         except HoldfastError as error:
             self.sim.log("no publisher", f"{type(error).__name__}: {error}")
             self.ended += 1
@@ -248,11 +265,14 @@ class Launcher:
 class Halves:
     """A transport that has nothing but its half of a receiver."""
 
+    def __init__(self, *, fan_out):
+        self.fan_out = fan_out
+
     def publishing(self, options):
         raise NotImplementedError
 
     def receiving(self):
-        return BlockReceiving(rendezvous="run", peer_timeout_s=1.0)
+        return BlockReceiving(rendezvous="run", peer_timeout_s=PEER_TIMEOUT_S, fan_out=self.fan_out)
 
 
 class SimReceiver:
@@ -266,6 +286,8 @@ class SimReceiver:
         self.was_dirty = False
         self.true_version, self.true_bytes = None, self.bytes_now()
         self.has_hand = False
+        self.over_network = number in sim.faults.network
+        self.halves = Halves(fan_out=number in sim.faults.fan_out)
         self.process = process = start(sim, self.name)
         process.receiver = self
         strike(sim.faults.receiver_turns.get(number, {}), process)
@@ -297,6 +319,8 @@ class SimReceiver:
             return False
         link = held.fetched._connections._links[rank]
         block, _ = held.fetched._leased[rank]
+        if block.is_here:
+            return False  # it has its own
         if held.fetched.meta["serial"] != serial:
             return False  # it was revoked before
         return block.image is image and not (link.sock.closed or link.sock.peer.closed or link.ended)
@@ -317,7 +341,7 @@ class SimReceiver:
             return error
         finally:
             took = sim.now - began - (self.process.stopped_s - stopped)
-            if took > timeout_s + _LATE_S:
+            if took > timeout_s + (_LATE_NETWORK_S if self.over_network else _LATE_S):
                 checker.broken("bounded", f"{self.name} had {timeout_s:.2f} s for a fetch, which took {took:.2f} s")
             if not (streaming or self.has_hand or (self.bytes_now() == before and self.dirty == was_dirty)):
                 checker.broken("true", f"{self.name} has fetched, and its tensors have changed, or are dirty")
@@ -371,14 +395,14 @@ class SimReceiver:
         self.was_dirty = self.dirty
         self.real.close()
         self.was_dirty = True  # nobody says any more which version is live
-        self.real = Receiver(Halves(), self.into)
+        self.real = Receiver(self.halves, self.into)
 
     # its program -------------------------------------------------------------------------------------------------
 
     def run(self, hands):
         sim, rng = self.sim, self.sim.rng
         self.has_hand = hands
-        self.real = Receiver(Halves(), self.into)
+        self.real = Receiver(self.halves, self.into)
         for _ in range(rng.randint(3, 9)):
             if self.launcher.final is not None:
                 break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes as real_ctypes
 import errno
+from types import SimpleNamespace
 
 import torch
 import xxhash as real_xxhash
@@ -12,8 +13,10 @@ from simulator.scheduler import Current
 
 from holdfast import _torch_compat as compat
 from holdfast.errors import StorageError
+from holdfast.format import sparse as real_sparse
 from holdfast.sync.versions.block import BlockMemory
 from weight_sync.fabric import alive, step
+from weight_sync.network import take_file
 
 EXTENT_BYTES = 64
 HEADER_BYTES = 64
@@ -29,14 +32,22 @@ class Image:
 
     def __init__(self, nbytes):
         process = alive()
-        if process.faults_of_stage == "memory":
-            raise StorageError("no memory for a block", path="memfd", errno=errno.ENOMEM)
         self.nbytes = nbytes
         self.bytes_view = torch.zeros(nbytes, dtype=torch.uint8)
-        self.fd = self
         self.serial = None
+        self.offers = {}
+        """What other receivers may read of it, by digest, as far as it is theirs."""
+        if process.receiver is not None:
+            Current.sim.checker.count_mirrors(process, self)
+            return
+        if process.faults_of_stage == "memory":
+            raise StorageError("no memory for a block", path="memfd", errno=errno.ENOMEM)
         process.images.append(self)
         Current.sim.checker.count_blocks(process)
+
+    @property
+    def fd(self):
+        return self  # not kept: it would never be freed
 
     def warm_up(self, cores):
         del cores
@@ -67,8 +78,8 @@ def map_block(block, fd, nbytes):
     """In place of ``MappedBlock.__init__``."""
     step()
     block.nbytes = nbytes
-    block.image = fd
-    block.view = fd.bytes_view
+    block.image = take_file(fd)
+    block.view = block.image.bytes_view
     block._memory = compat.host_memory(block.view)
     block._words = block.view[:8].numpy().view("uint64")
 
@@ -92,6 +103,22 @@ def take_turns(jobs, threads):
             raise StorageError("a copy failed", path="memory", errno=errno.EIO)
         job()
     step()
+
+
+def encode_in_parts(before, after, dtype, **kwargs):
+    """As `sparse.encode`, of memory that others may write to meanwhile."""
+    parts = []
+    for memory in (before, after):
+        half = len(memory) // 2
+        step()
+        first = bytes(memory[:half])
+        step()
+        parts.append(first + bytes(memory[half:]))
+    return real_sparse.encode(*parts, dtype, **kwargs)
+
+
+sparse = SimpleNamespace(**{**vars(real_sparse), "encode": encode_in_parts})
+"""In place of the module, for who encodes."""
 
 
 class ctypes:

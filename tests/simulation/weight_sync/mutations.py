@@ -16,8 +16,9 @@ from holdfast.sync.receiver import Receiver
 from holdfast.sync.versions import block, publishing, receiving
 from holdfast.sync.versions.block import BlockMemory, RankVersion
 from holdfast.sync.versions.books import Books
+from holdfast.sync.weights import scatter
 from holdfast.sync.weights.apply import LiveTensors
-from weight_sync import deltas
+from weight_sync import deltas, network_mutations
 from weight_sync.fabric import alive, step
 from weight_sync.faults import Faults
 from weight_sync.schedule import run_many
@@ -133,7 +134,7 @@ def damaged(faults, rng):
 
 # blocks ----------------------------------------------------------------------------------------------------------
 
-REAL_COPY_ALL, REAL_FILL, REAL_RELEASE = receiving.copy_all, BlockMemory.fill, Books.release
+REAL_COPY_ALL, REAL_FILL, REAL_RELEASE = scatter.copy_all, BlockMemory.fill, Books.release
 REAL_LIVE_FILL, REAL_STAGE, REAL_BEGIN = LiveTensors.fill, publishing.BlockPublishing._stage, Books.begin
 REAL_VERIFY, REAL_PUBLISHING_BEGIN = receiving.FetchedBlocks._verify, publishing.BlockPublishing._begin
 
@@ -143,8 +144,8 @@ def copy_unchecked(targets, sources, check=None):
     REAL_COPY_ALL(targets, sources)
 
 
-def write_unchecked(self, lives):
-    self._write(lives)
+def write_unchecked(self, lives, standing):
+    self._write(lives, standing)
 
 
 def look_no_more(self):
@@ -177,7 +178,7 @@ def begin_alike(self, version, nbytes):
 mutation(
     "the epoch is looked at only before the copy",
     "true",
-    (receiving, "copy_all", copy_unchecked),
+    (scatter, "copy_all", copy_unchecked),
     (receiving.FetchedBlocks, "_write_checked", write_unchecked),
     bias=pressed,
 )
@@ -278,10 +279,10 @@ mutation(
 # what receivers say ----------------------------------------------------------------------------------------------
 
 
-def live_first(self, version, write):
+def live_first(self, version, write, content=None):
     self._touch()
-    self._is_live(version)
-    REAL_LIVE_FILL(self, version, write)
+    self._is_live(version, content)
+    REAL_LIVE_FILL(self, version, write, content)
 
 
 def not_dirty(self):
@@ -291,7 +292,7 @@ def not_dirty(self):
 def commit_while_fetching(self, check):
     REAL_VERIFY(self, check)
     if not self._destination.streaming:
-        self._write({name: live.detach() for name, live in self._destination._wanted.items()})
+        self._write({name: live.detach() for name, live in self._destination._wanted.items()}, {})
 
 
 mutation("the version is set before the copy has ended", "true", (LiveTensors, "fill", live_first))
@@ -377,6 +378,8 @@ mutation(
     bias=restarted,
 )
 
+for _name, _finds, _bias, *_patches in network_mutations.MUTATIONS:
+    mutation(_name, _finds, *_patches, bias=_bias)
 for _name, _finds, *_patches in deltas.MUTATIONS:
     MUTATIONS.append(Mutation(_name, frozenset(_finds.split(", ")), tuple(_patches), None, deltas.run_many))
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 from dataclasses import dataclass, field
 
 from simulator.scheduler import Current, Hang, Sim
 
-from weight_sync.fabric import cut
 from weight_sync.faults import Faults
 from weight_sync.invariants import Checker, InvariantBroken
 from weight_sync.job import Launcher, SimReceiver, start
@@ -37,7 +37,8 @@ def run_schedule(seed, *, faults=None, trace=False):
     sim.faults = Faults.draw(rng) if faults is None else faults(rng)
     sim.faults.rng = sim.rng
     sim.checker = checker = Checker(sim)
-    sim.listeners, sim.links, sim.values = {}, [], {}
+    sim.listeners, sim.links, sim.values, sim.files = {}, [], {}, {}
+    sim.numbers = itertools.count(1)
     described = str(vars(sim.faults)) if trace else ""
     launcher = Launcher(sim)
     start(sim, "launcher").spawn(launcher.run, name="main")
@@ -76,7 +77,7 @@ def _cut_one():
     sim = Current.sim
     open_ = [end for end in sim.links if not (end.closed or end.peer.closed)]
     if open_ and sim.faults.active:
-        cut(sim.rng.choice(open_))
+        sim.rng.choice(open_).cut()
 
 
 def run_many(seeds, **kwargs):

@@ -193,6 +193,26 @@ def test_a_mirror_that_is_used_for_something_else_is_not_served(
     assert same(to, state(3))
 
 
+def test_a_version_that_is_no_longer_kept_while_it_is_brought(
+    tmp_path: Path, fleet: Callable[[int], list[Receiver]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease keeps its memory for a while: who has begun is sent there, and doesn't ask for ever."""
+    tell = peers.SharedFetch.tell
+    with Publisher(KINDS[_kind](tmp_path / "meet"), keep_versions=1) as publisher:
+        publisher.publish(state(1), 1)
+
+        def publish_then_tell(self: peers.SharedFetch, check: Callable[[], None]) -> None:
+            if publisher.versions == (1,):
+                publisher.publish(state(2), 2)
+            tell(self, check)
+
+        monkeypatch.setattr(peers.SharedFetch, "tell", publish_then_tell)
+        [receiver], into = fleet(1), zeros()
+        assert at_once([lambda: receiver.receive(into)]) == [1]
+        assert same(into, state(1))
+        assert receiver.receive(into) == 2
+
+
 class Hop:
     """A receiver in a process of its own, which serves version 1, and what follows it once it is told to."""
 
