@@ -8,6 +8,8 @@
 #   make bench-report put the last run into benchmarks/reports/ and its figures into the documentation
 #   make test-full    the slow and large tests too
 #   make test-integrations  the adapters, in real jobs of the frameworks they are for (in .venvs/frameworks)
+#   make test-rl      weight sync in verl, vLLM and SGLang, as they were released, on CPU (in .venvs/rl, upon the former)
+#   make test-rl-full the same with the slow ones
 #   make test-stores  checkpoints on object stores: SeaweedFS, Azurite and moto, started on loopback (in .venvs/stores)
 #   make test-stores-full  the same with all races, and Ceph's gateway and MiniStack where they are installed
 #   make test-crash   what is done to break Holdfast, as much of it as `make test` does, with a count of what was tried
@@ -24,7 +26,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-integrations test-stores test-stores-full test-full test-crash test-crash-full check format bench bench-quick bench-report clean
+.PHONY: help venv demo test test-integrations test-rl test-rl-full test-stores test-stores-full test-full test-crash test-crash-full check format bench bench-quick bench-report clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -58,6 +60,34 @@ $(FRAMEWORKS)/.ready: tests/integrations/requirements.txt pyproject.toml constra
 
 test-integrations: $(FRAMEWORKS)/.ready
 	$(FRAMEWORKS)/bin/python -m pytest tests/integrations -m "not slow and not gpu" -o timeout=600 $(PYTEST_FLAGS)
+
+# verl, vLLM and SGLang without their dependencies, which are for CUDA, upon what the other frameworks have brought.
+# What can't be installed is an error of its tests; the others run.
+RL := .venvs/rl
+RL_TESTS := $(foreach name,verl verl_engine verl_changes vllm sglang,tests/integrations/test_$(name).py)
+RL_PIP = $(RL)/bin/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) --no-deps --no-compile
+SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+
+$(RL)/.ready: $(FRAMEWORKS)/.ready tests/integrations/requirements-rl.txt
+	test -x $(RL)/bin/python || $(PYTHON) -m venv $(RL)
+	echo "import site; site.addsitedir('$$($(FRAMEWORKS)/bin/python -c '$(SITE)')')" \
+	> "$$($(RL)/bin/python -c '$(SITE)')/frameworks.pth"
+	if $(RL_PIP) --upgrade --target $(RL)/verl-0.8.0 verl==0.8.0 && $(RL_PIP) -r tests/integrations/requirements-rl.txt; \
+	then touch $@; \
+	else for one in $$(grep == tests/integrations/requirements-rl.txt); do $(RL_PIP) $$one; done; \
+	echo "ERROR not all of verl, vLLM and SGLang could be installed: their tests will fail"; fi
+
+test-rl-full: SELECTED := not gpu
+SELECTED := not slow and not gpu
+PYTEST_RL = -m pytest -m "$(SELECTED)" -o timeout=600 --continue-on-collection-errors $(PYTEST_FLAGS)
+
+test-rl test-rl-full: $(RL)/.ready
+	status=0; \
+	HOLDFAST_REQUIRE="$$(grep -E '^(ray|sglang|verl|vllm)==' tests/integrations/requirements-rl.txt | xargs)" \
+	$(RL)/bin/python $(PYTEST_RL) $(RL_TESTS) || status=$$?; \
+	HOLDFAST_REQUIRE="verl==0.8.0" PYTHONPATH=$(CURDIR)/$(RL)/verl-0.8.0 \
+	$(RL)/bin/python $(PYTEST_RL) $(filter %verl.py %verl_engine.py,$(RL_TESTS)) || status=$$?; \
+	exit $$status
 
 STORES := .venvs/stores
 

@@ -30,8 +30,10 @@ def without_torchvision() -> None:
 class Manager:
     """The tokenizer manager: passes requests on to the scheduler's weight updater, in this process."""
 
-    def __init__(self, updater: Any) -> None:
-        self.updater, self.calls, self.weight_version = updater, [], "default"
+    def __init__(self) -> None:
+        self.updater: Any = None
+        self.calls, self.weight_version = [], "default"
+        self.running, self.mode = False, ""
 
     async def _pass_on(self, method: str, request: Any) -> tuple[bool, str]:
         self.calls.append(method)
@@ -55,9 +57,16 @@ class Manager:
 
     async def pause_generation(self, request: Any) -> None:
         self.calls.append(f"pause {request.mode}")
+        self.mode = request.mode
 
     async def continue_generation(self, _: Any) -> None:
         self.calls.append("continue")
+        self.mode = ""
+
+    def flush_cache(self, **_: Any) -> bool:
+        """Refuse as the scheduler does: while requests are in its running batch, where a pause in place leaves them."""
+        self.calls.append("flush")
+        return not (self.running and self.mode in ("", "in_place"))
 
 
 def engine_of(model: Any) -> Any:
@@ -86,14 +95,15 @@ def engine_of(model: Any) -> Any:
     )
     tp_worker = SimpleNamespace(model_runner=runner, weight_update_runners=lambda: [("target", runner)])
     tp_worker.deserialize_own_rank = lambda payload: BaseTpWorker.deserialize_own_rank(tp_worker, payload)
-    updater = of_scheduler.SchedulerWeightUpdaterManager(
+    manager = Manager()
+    manager.updater = of_scheduler.SchedulerWeightUpdaterManager(
         tp_worker=tp_worker,
         draft_worker=None,
         memory_saver_adapter=None,
-        flush_cache=lambda **_: True,
+        flush_cache=manager.flush_cache,
         is_fully_idle=lambda **_: True,
         scheduler=SimpleNamespace(record_weight_version_change=lambda **_: None),
     )
     engine = object.__new__(engine_module.Engine)
-    engine.loop, engine.tokenizer_manager = asyncio.new_event_loop(), Manager(updater)
+    engine.loop, engine.tokenizer_manager = asyncio.new_event_loop(), manager
     return engine

@@ -35,7 +35,7 @@ class Model(torch.nn.Module):
 
 def main(directory: Path) -> int:
     if importlib.util.find_spec("sglang") is None:
-        print("this needs SGLang: pip install sglang; without a GPU see tests/integrations/requirements-rl.txt")
+        print("this needs SGLang: pip install sglang; without a GPU see `make test-rl`")
         return 2
 
     import torch.distributed as dist

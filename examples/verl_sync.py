@@ -38,7 +38,7 @@ def make_model() -> Served:
 
 def main(directory: Path) -> int:
     if importlib.util.find_spec("verl") is None:
-        print("this needs verl 0.9: pip install verl; without a GPU see tests/integrations/requirements-rl.txt")
+        print("this needs verl 0.9: pip install verl; without a GPU see `make test-rl`")
         return 2
 
     from verl.checkpoint_engine import CheckpointEngineRegistry

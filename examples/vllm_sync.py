@@ -20,7 +20,7 @@ import torch
 
 def main(directory: Path) -> int:
     if importlib.util.find_spec("vllm") is None:
-        print("this needs vLLM 0.33: pip install vllm; without a GPU see tests/integrations/requirements-rl.txt")
+        print("this needs vLLM 0.33: pip install vllm; without a GPU see `make test-rl`")
         return 2
 
     from vllm_on_cpu import Client, one_process, served, use_cpu, worker_of

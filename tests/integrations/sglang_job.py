@@ -76,6 +76,23 @@ def fetched_ahead(worker: Any, publisher: Publisher, manager: Manager, model: Mo
     manager.calls.clear()
 
 
+def while_requests_run(engine: Any, place: Path, model: Model) -> dict[str, Any]:
+    """Load a version beside running requests, paused in each way."""
+    found: dict[str, Any] = {}
+    manager = engine.tokenizer_manager
+    manager.running = True
+    with Publisher(DirectoryTransport(place)) as publisher:
+        for version, pause in enumerate(adapter.PAUSES, start=1):
+            worker = adapter.SGLangReceiver(engine, DirectoryTransport(place), device="cpu", pause=pause)
+            publisher.publish(weights_at(version), version)
+            manager.calls.clear()
+            told = refused(lambda worker=worker: worker.receive(timeout=30.0))
+            found[pause] = [told, worker.dirty, model.holds(version), manager.calls.count("flush"), manager.calls[-1]]
+            worker.close()
+    manager.running = False
+    return found
+
+
 def main(directory: Path) -> None:
     without_torchvision()
     import sglang
@@ -108,6 +125,7 @@ def main(directory: Path) -> None:
     result["gone"] = [refused(lambda: worker.receive(version=9, timeout=0.5)), *manager.calls]
     result["after_gone"] = [worker.version, worker.dirty, model.holds(4)]
     worker.close()
+    result["running"] = while_requests_run(engine, directory / "running", model)
     (directory / "result.json").write_text(json.dumps(result))
     dist.destroy_process_group()
     leave()

@@ -1,19 +1,18 @@
 """`SGLangReceiver` with SGLang's own `Engine` methods and weight updaters, on CPU.
 
-Runs where requirements-rl.txt is installed: `make test-integrations` leaves that out, for its size and time.
+Runs in the environment of `make test-rl`.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 from jobs import ROOT, run_script
+from needed import need
 
-if importlib.util.find_spec("sglang") is None:
-    pytest.skip("sglang is not installed", allow_module_level=True)
+need("sglang")
 
 JOB = Path(__file__).with_name("sglang_job.py")
 
@@ -26,7 +25,7 @@ def test_sglang_loads_a_version_in_one_session_and_knows_its_name(tmp_path: Path
     assert not success
     assert "begin_weight_update" in message
     assert result["first"] == [1, "1", True, False], "version, the engine's weight_version, equal, dirty"
-    session = ["begin_weight_update", *["update_weights_from_tensor"] * 3, "end_weight_update"]
+    session = ["begin_weight_update", *["update_weights_from_tensor"] * 3, "flush", "end_weight_update"]
     assert result["calls"] == ["pause retract", *session, "continue"]
     assert "version 2: the engine refused" in result["failed"]
     assert result["after_failure"] == [1, True, "1", "end_weight_update"], "dirty, paused, and no session left open"
@@ -42,6 +41,8 @@ def test_sglang_loads_a_version_in_one_session_and_knows_its_name(tmp_path: Path
     assert result["gone"][0].startswith("DeadlineExceeded")
     assert result["gone"][1:] == []
     assert result["after_gone"] == [6, False, True]
+    assert result["running"]["abort"] == result["running"]["retract"] == ["", False, True, 1, "continue"]
+    assert result["running"]["in_place"] == ["", False, True, 0, "continue"], "requests go on with their own cache"
 
 
 @pytest.mark.timeout(300)

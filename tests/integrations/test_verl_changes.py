@@ -1,12 +1,11 @@
 """`holdfast.sync.adapters.verl` with ``delta="sparse"``: verl's registry and loader, and what goes wrong on the way.
 
-Runs where requirements-rl.txt is installed: `make test-integrations` leaves that out, for its size and time.
+Runs in the environment of `make test-rl`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import threading
 from collections.abc import Iterator
@@ -16,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 from jobs import ROOT, run_script
+from needed import need
 from verl_ranks import nearly_at
 
 from holdfast.errors import CheckpointCorrupt, ConfigError, DeadlineExceeded
 
-if importlib.util.find_spec("verl") is None:
-    pytest.skip("verl is not installed", allow_module_level=True)
+need("verl")
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]  # of verl's imports
 

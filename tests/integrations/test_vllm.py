@@ -1,20 +1,19 @@
 """`holdfast.sync.adapters.vllm` through vLLM's own factories, worker and models, on CPU.
 
-Runs where requirements-rl.txt is installed: `make test-integrations` leaves that out, for its size and time.
+Runs in the environment of `make test-rl`.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jobs import ROOT, run_script
+from needed import need
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vllm is not installed", allow_module_level=True)
+need("vllm")
 
 JOB = Path(__file__).with_name("vllm_job.py")
 
@@ -83,6 +82,17 @@ def test_other_shapes_and_a_trainer_that_is_gone_change_nothing(found: dict[str,
     assert (dirty, is_equal) == (False, False), "what it had, which is not the new one"
     assert "DeadlineExceeded" in found[kind]["changes"]["closed"]
     assert found[kind]["changes"]["after close"] == [False, False]
+
+
+def test_a_worker_that_refuses_or_fails_holds_up_none_of_the_others(found: dict[str, Any]) -> None:
+    result = found["two_workers"]
+    assert isinstance(result, dict), result
+    same = [[True, False, True]] * 2
+    assert result["delta"] == ["", same], "the whole version for both, also for the one that had loaded the delta"
+    assert "ZeroDivisionError" in result["failed"]
+    assert result["after"] == [True, False, False], "one is dirty; no update is under way in either"
+    assert result["again"] == ["", same]
+    assert result["versions"] == [True, True]
 
 
 @pytest.mark.timeout(300)

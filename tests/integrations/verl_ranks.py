@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+from importlib.metadata import version
 
 import torch
 
 TRAINERS = 2
 RECEIVED = ([1, 2, 3, 4], [1, 2, 4])
 """The steps whose weights each rollout worker receives: the second is not there for one of them."""
+
+
+def verl_version() -> str:
+    """Return verl's version, without importing it."""
+    return version("verl")
 
 
 def model_at(step: int) -> torch.nn.Module:

@@ -220,6 +220,70 @@ def changes(kind: str, place: Path) -> dict[str, Any]:
     return found
 
 
+class Clients:
+    """The connection to several workers, as vLLM's client for ray: all are asked, then the first error counts."""
+
+    def __init__(self, workers: list[Any]) -> None:
+        self.clients = [Client(worker) for worker in workers]
+
+    def _all(self, method: str, *args: Any) -> None:
+        errors = []
+        for client in self.clients:
+            try:
+                getattr(client, method)(*args)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._all("init_weight_transfer_engine", init_info)
+
+    def start_weight_update(self) -> None:
+        self._all("start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        self._all("update_weights", update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._all("finish_weight_update", weight_version)
+
+
+def two_workers(place: Path) -> dict[str, Any]:
+    """One of two workers can't load what the other one can."""
+    place.mkdir()
+    trainer_model("tied", 1).save_pretrained(place / "start")
+    workers = [worker_of(*served(place / "start")) for _ in range(2)]
+    first, second = (worker.weight_transfer_engine for worker in workers)
+    (place / "meet").mkdir()
+    source = ChangedSource(place / "start")
+    client = Clients(workers)
+    trainer = adapter.trainer_init(client, source, rank=0, place=str(place / "meet"), timeout_s=60.0, delta="sparse")
+    trainer.send_weights()
+
+    def state(name: str) -> list[Any]:
+        whole = served(source.saved(place / name))[1]
+        both = (first, second)
+        return [(engine.version == first.version, engine.dirty, equal(engine.model, whole)) for engine in both]
+
+    found: dict[str, Any] = {}
+    second.digest = "another"
+    source.step(1)
+    found["delta"] = [refused(trainer.send_weights), state("delta")]
+    load = second.model.load_weights
+    second.model.load_weights = lambda weights: (load(list(weights)[:3]) and None) or 1 / 0
+    source.step(2)
+    found["failed"] = refused(trainer.send_weights)
+    found["after"] = [second.dirty, *(worker._weight_update_active for worker in workers)]
+    second.model.load_weights = load
+    found["again"] = [refused(trainer.send_weights), state("again")]
+    found["versions"] = [client.versions[-1] == str(first.version) for client in client.clients]
+    trainer.shutdown()
+    for worker in workers:
+        worker.shutdown_weight_transfer_engine()
+    return found
+
+
 def main(directory: Path) -> None:
     adapter.register()
     with tempfile.TemporaryDirectory() as store:
@@ -231,4 +295,8 @@ def main(directory: Path) -> None:
                 result[kind]["changes"] = changes(kind, directory / f"{kind}-changes")
             except Exception:
                 result[kind] = traceback.format_exc()
+        try:
+            result["two_workers"] = two_workers(directory / "two")
+        except Exception:
+            result["two_workers"] = traceback.format_exc()
         (directory / "result.json").write_text(json.dumps(result))

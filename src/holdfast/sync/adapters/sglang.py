@@ -51,8 +51,8 @@ class SGLangReceiver:
     engine: has ``update_weights_from_tensor(named_tensors, load_format, flush_cache)``. transport: as for `Receiver`.
     device: where tensors are moved before the engine gets them; None leaves them in host memory. pause: how the engine
     is paused while it loads: ``"abort"``, ``"retract"`` or ``"in_place"``, as SGLang's ``PauseGenerationReqInput``
-    says; None: it isn't. After a failed load it stays paused until a version is loaded. Raises `ConfigError` for an
-    invalid argument.
+    says; None: it isn't. With ``"in_place"`` requests go on with the cache of the old weights, which is not flushed.
+    After a failed load the engine stays paused until a version is loaded. Raises `ConfigError` for an invalid argument.
     """
 
     def __init__(
@@ -172,8 +172,10 @@ class SGLangReceiver:
         self._dirty, self._failed = True, version
         if self._device is not None:
             batch = [(name, tensor.to(self._device)) for name, tensor in batch]
-        # Flush the cache, which belongs to the old weights, once.
-        answer = self._engine.update_weights_from_tensor(named_tensors=batch, flush_cache=is_last)
+        # Flush the cache, which belongs to the old weights, once. Requests that are paused in place go on with it:
+        # SGLang then fails the update, whose weights are loaded, because it can't flush.
+        flush = is_last and self._pause != "in_place"
+        answer = self._engine.update_weights_from_tensor(named_tensors=batch, flush_cache=flush)
         first = batch[0][0] if batch else "none"
         _check(answer, f"version {version}: the engine refused {len(batch)} tensors from {first} on", mixed=True)
 

@@ -24,7 +24,7 @@ Assumes: every trainer rank gets all tensors, in the same order, as from verl's 
 Does not: use device memory on the trainer besides what verl gathers; send LoRA changes separately; find what changed on
 each trainer's own shard, as verl's own engine does: with deltas, too, verl gathers all weights.
 
-Runs in tests with the wheel of verl 0.9.1: its `CheckpointEngineManager` and its workers, on ray and CPU.
+Runs in tests with the wheels of verl 0.9.1 and 0.8.0: its `CheckpointEngineManager` and its workers, on ray and CPU.
 """
 
 from __future__ import annotations

@@ -450,7 +450,13 @@ class VllmTrainer:
 
     def _have_it_loaded(self) -> None:
         self.client.start_weight_update()
-        self.client.update_weights({"version": self._version, "timeout_s": self._timeout_s})
+        try:
+            self.client.update_weights({"version": self._version, "timeout_s": self._timeout_s})
+        except Exception:
+            # A worker that failed has left the update; the others are still in it, and would refuse the next one.
+            with contextlib.suppress(Exception):
+                self.client.finish_weight_update()
+            raise
         self.client.finish_weight_update(weight_version=str(self._version))
 
     def _declared(self) -> Iterable[tuple[str, torch.Tensor]]:
