@@ -330,9 +330,7 @@ class SharedFetch:
         end = HEADER_BYTES + min(run.end * EXTENT_BYTES, self._version.layout.data_bytes)
         held = self._reader.held
         if run.place is None or held is None:
-            self._mirror.bring(start, end)
-            for extent in range(run.start, run.end):
-                self._version.check(extent)
+            self._version.bring(run.start, run.end - 1)
             return RunOutcome.HERE
         memory = self._mirror.bytes_between(start, end)
         try:
