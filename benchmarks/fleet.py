@@ -8,8 +8,9 @@ many bytes (all ranks in one group, straight into their memory, nothing verified
 thread, round by round, so that what else the machine does hits all alike; medians of the rounds after the first ones.
 Receivers have one thread of torch each; Holdfast copies and hashes by as many threads as there are cores, up to four.
 
-Stragglers: a fleet of four, and with it one receiver that is stopped, holds what it fetched, polls with a timeout of
-10 ms, or asks for another shape. With and without it take turns.
+Stragglers: a fleet of four, and with it one receiver that is stopped, holds what it fetched, waits a second before it
+commits, polls with a timeout of 10 ms, or asks for another shape. A fifth receiver that fetches takes its share of the
+cores, whatever it is: so there are two baselines, four alone and four beside a fifth that behaves. All take turns.
 """
 
 from __future__ import annotations
@@ -48,7 +49,21 @@ TENSORS: Final = 32
 WARM: Final = 4
 """Rounds before those that count: blocks are made in the first ones."""
 KINDS: Final = ("shared memory", "gloo", "gloo, fan-out", "directory", *(["nixl"] if find_spec("nixl") else []))
-STRAGGLERS: Final = ("none", "stopped", "holding", "polling", "shape")
+STRAGGLERS: Final = ("none", "plain", "stopped", "holding", "slow", "polling", "shape")
+"""Who else there is beside a fleet; ``plain`` behaves."""
+SLOW_S: Final = 1.0
+PEERS: Final = """
+Not measured, read in their released wheels (verl 0.9.1, checkpoint-engine 0.4.2):
+
+- checkpoint-engine: `DeviceManager._detect_device_type` (`device_utils.py`), which `ParameterServer` and the workers
+  call first, raises a `TypeError` without CUDA or an NPU; what workers get are CUDA IPC handles.
+- verl `kimi_ckpt_engine`: makes that `ParameterServer`. `nccl`, `delta_sharded`: allocate their buckets with
+  `device="cuda"`. `hccl`: NPUs only. `naive`: hands a generator over within one process, so there is no transfer.
+- verl `nixl`: takes `device="cpu"`, but asks for pinned memory (`prepare`) and calls `torch.cuda.synchronize()` for
+  each bucket (`send_weights`); both raise in a torch without CUDA, so it needs a shim for these at least (not tried).
+- verl `mooncake`: needs no CUDA by itself; its transfer engine takes TCP where there is no RDMA device (tried with
+  `mooncake-transfer-engine-non-cuda`). It needs `StatelessProcessGroup` of vLLM or SGLang, and isn't driven here yet.
+"""
 
 
 def weights_of(nbytes: int) -> dict[str, torch.Tensor]:
@@ -96,6 +111,11 @@ def be_receiver(kind: str, place: str, nbytes: int, role: str) -> None:
             fetched_s = time.monotonic()
             if role == "holding":
                 continue
+            if role == "slow":
+                time.sleep(SLOW_S)
+                with contextlib.suppress(HoldfastError):  # taken back meanwhile, as it may be
+                    receiver.commit()
+                continue
             receiver.commit()
             first = next(iter(into.values()))
             good = bool((first == version % 128).all())
@@ -114,6 +134,7 @@ class Fleet:
 
     def __init__(self, kind: str, place: str, count: int, nbytes: int, straggler: str = "none") -> None:
         self._version = 0
+        self._straggler = straggler
         self.weights = weights_of(nbytes)
         os.makedirs(place, exist_ok=True)
         options: dict[str, Any] = {"receivers": count} if kind == "gloo" else {}
@@ -141,6 +162,8 @@ class Fleet:
             self._publisher.publish(self.weights, self._version, timeout=TIMEOUT_S)
         published_s = time.monotonic()
         said = [read(one) for one in self._children]
+        if self._straggler == "plain" and self._odd is not None:
+            read(self._odd)  # the round is over when it is done, but only the others are timed
         assert all(one["good"] and one["version"] == self._version for one in said), said
         return {
             "publish_s": published_s - began_s,
@@ -262,10 +285,10 @@ def measure(args: argparse.Namespace, place: Path) -> dict[str, Any]:
             contenders[kind] = Fleet(kind, str(place / f"{kind}-{count}"), count, args.bytes)
         results["fleet"][str(count)] = in_turns(contenders, args.rounds)
         print(f"{count} receivers", flush=True)
-    for kind in args.transports:
+    for kind in [kind for kind in args.transports if kind in ("shared memory", "gloo")]:
         fleets = {
             straggler: Fleet(kind, str(place / f"{kind}-{straggler}"), args.others, args.bytes // 4, straggler)
-            for straggler in (("none", *STRAGGLERS[1:]) if kind == "shared memory" else ("none",))
+            for straggler in STRAGGLERS
         }
         results["stragglers"][kind] = in_turns(fleets, args.rounds)
     return results
@@ -291,14 +314,16 @@ def report(results: dict[str, Any]) -> str:
     for count, found in results["fleet"].items():
         phases = [median(found, kinds[0], name) for name in ("publish_s", "fetched_s", "all_s")]
         lines.append(f"- {count}: " + ", ".join(f"{phase / median(found, 'copy'):.2f}" for phase in phases))
-    lines.append("\nReceivers beside a straggler, their time against that without it:\n")
+    lines += [
+        "\nReceivers beside one more, their time against that of as many alone, and beside one that behaves:\n",
+        "| transport | one more | against alone | against one that behaves |",
+        "|---|---|---|---|",
+    ]
     for kind, found in results["stragglers"].items():
-        lines += [
-            f"- {kind}, one is {straggler}: {median(found, straggler) / median(found, 'none'):.2f}"
-            for straggler in found
-            if straggler != "none"
-        ]
-    return "\n".join(lines) + "\n"
+        for straggler in [name for name in found if name != "none"]:
+            against = [f"{median(found, straggler) / median(found, base):.2f}" for base in ("none", "plain")]
+            lines.append(f"| {kind} | {straggler} | {' | '.join(against)} |")
+    return "\n".join(lines) + "\n" + PEERS
 
 
 def median(found: dict[str, Any], name: str, phase: str = "all_s") -> float:

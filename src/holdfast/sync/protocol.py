@@ -263,6 +263,13 @@ class Receiving(Protocol):
         """
         ...
 
+    def await_version(self, version: int | None, newer_than: int | None, deadline: Deadline) -> None:
+        """Wait until there is something to `fetch`, if that shows before it; else return at once. Arguments as there.
+
+        Makes waiting cheap: only then is a destination made. Raises what `fetch` raises while it waits.
+        """
+        ...
+
     def fetch(
         self, destination: Destination, version: int | None, newer_than: int | None, deadline: Deadline
     ) -> FetchedVersion:

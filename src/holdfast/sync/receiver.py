@@ -112,6 +112,8 @@ class Receiver:
         self._held: _Held | None = None
         self._committing: _Held | None = None
         self._under_way: Destination | None = None
+        self._known: Any = None
+        """What was received into last; it could be."""
         self._cancelled = self._closed = False
         self._turn, self._writing, self._state = threading.Lock(), threading.Lock(), threading.RLock()
         self._thread: int | None = None
@@ -264,23 +266,30 @@ class Receiver:
 
     def _bring(self, version: int | None, newest: int | None, into: Any, deadline: Deadline, *, streaming: bool) -> int:
         began = time.monotonic()
+        waited_s = 0.0
         while True:
-            destination = self._applier.destination(into, streaming=streaming, committed=self._tell_committed())
+            destination = None
             with self._state:
-                self._under_way = destination
                 newer_than = self._newer_than(newest)
             try:
+                if into is self._known:  # else see at once if anything can be received into it
+                    self._half.await_version(version, newer_than, deadline)
+                    waited_s = time.monotonic() - began
+                destination = self._applier.destination(into, streaming=streaming, committed=self._tell_committed())
+                with self._state:
+                    self._known, self._under_way = into, destination
                 fetched = self._half.fetch(destination, version, newer_than, deadline)
                 break
             except BaseException as error:
                 with self._state:
                     self._under_way = None
                     # One that fails before it has changed anything leaves the weights as dirty as they were.
-                    self._dirty = self._dirty or destination.dirty
+                    self._dirty = self._dirty or (destination is not None and destination.dirty)
                     if isinstance(error, FetchCancelled) and not self._cancelled:
                         continue  # it was meant for the fetch before, which had just ended
                 raise
-        stats = ReceiveStats(fetched.version, time.monotonic() - began, MappingProxyType(dict(fetched.seconds)))
+        phases = {**fetched.seconds, "wait": waited_s + fetched.seconds.get("wait", 0.0)}
+        stats = ReceiveStats(fetched.version, time.monotonic() - began, MappingProxyType(phases))
         self._hold(_Held(fetched, destination, stats))
         wait_s, transfer_s = stats.phases.get("wait", 0.0), stats.phases.get("transfer", 0.0)
         events.emit("sync.fetched", step=stats.version, fetch_s=stats.fetch_s, wait_s=wait_s, transfer_s=transfer_s)

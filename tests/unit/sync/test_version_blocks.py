@@ -25,12 +25,12 @@ from holdfast.errors import (
     StateMismatch,
     VersionRevoked,
 )
-from holdfast.sync import NixlTransport, ProcessGroupTransport, SharedMemoryTransport
+from holdfast.sync import NixlTransport, ProcessGroupTransport, Receiver, SharedMemoryTransport
 from holdfast.sync.protocol import PublisherOptions
 from holdfast.sync.versions import messages
 from holdfast.sync.versions.block import HEADER_BYTES
 from holdfast.sync.versions.publishing import BlockPublishing
-from holdfast.sync.versions.receiving import BlockReceiving, FetchedBlocks
+from holdfast.sync.versions.receiving import BlockReceiving, FetchedBlocks, RankConnections
 from holdfast.sync.versions.serving import connect_to
 from holdfast.sync.weights.apply import TargetFactory
 
@@ -389,3 +389,49 @@ def test_a_new_structure_gets_new_blocks_and_old_ones_are_freed(sides: Sides) ->
         assert all(torch.equal(into[name], tensor) for name, tensor in grown.items())
     assert len(publisher._served.memory) <= 4
     assert len(receiver._ranks._blocks[0]) <= 4  # type: ignore[union-attr]
+
+
+class _Looked(dict[str, torch.Tensor]):
+    """Weights that count how often they are looked through."""
+
+    count = 0
+
+    def items(self) -> Any:
+        self.count += 1
+        return super().items()
+
+
+def test_polls_that_find_nothing_are_cheap_and_miss_nothing(
+    sides: Sides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    questions: list[float] = []
+    asks = RankConnections.records
+
+    def counted(self: RankConnections, *args: Any) -> Any:
+        questions.append(time.monotonic())
+        return asks(self, *args)
+
+    monkeypatch.setattr(RankConnections, "records", counted)
+    publisher, into = sides.publishing(), _Looked(zeros())
+    publish(publisher, 1)
+    with Receiver(type(sides.transport)(tmp_path), into) as receiver:
+        with pytest.raises(ConfigError, match="into is a list"):
+            receiver.receive([], timeout=TIMEOUT_S)
+        assert receiver.receive(timeout=TIMEOUT_S) == 1
+        looked, before, began_s = into.count, len(questions), time.monotonic()
+        for _ in range(60):
+            with pytest.raises(DeadlineExceeded, match="newer than 1 did not happen"):
+                receiver.receive(timeout=0.01)
+        assert len(questions) - before <= (time.monotonic() - began_s) / 0.1 + 1
+        assert into.count == looked, "nothing is made for what doesn't come"
+        for version in range(2, 20, 2):  # right after a poll, and two at once
+            with pytest.raises(DeadlineExceeded):
+                receiver.receive(timeout=0.01)
+            publish(publisher, version)
+            publish(publisher, version + 1)
+            assert receiver.receive(timeout=TIMEOUT_S) == version + 1
+            assert is_version(into, version + 1)
+        assert receiver.stats is not None
+        assert receiver.stats.fetch_s >= sum(receiver.stats.phases.values()) - 1e-3
+        with pytest.raises(ConfigError, match="into is a list"):
+            receiver.receive([], timeout=TIMEOUT_S)

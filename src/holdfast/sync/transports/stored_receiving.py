@@ -96,6 +96,9 @@ class DirectoryReceiving:
         is_news = newer_than is None or found.version > newer_than or found != self._fetched
         return found.version if is_news else None
 
+    def await_version(self, version: int | None, newer_than: int | None, deadline: Deadline) -> None:
+        """Return at once: `fetch` waits."""
+
     def fetch(
         self, destination: Destination, version: int | None, newer_than: int | None, deadline: Deadline
     ) -> FetchedVersion:

@@ -239,8 +239,11 @@ class MappedBlock:
     def bytes_between(self, start: int, end: int) -> memoryview:
         return self._memory[start:end]
 
-    def bring(self, start: int, end: int) -> None:
+    def bring(self, start: int, end: int, arrived: Callable[[int], None] | None = None) -> None:
         """See to it that these bytes are here: they are."""
+        for number in range(-(-(end - start) // EXTENT_BYTES) if arrived is not None else 0):
+            assert arrived is not None
+            arrived(number)
 
     def refresh(self) -> None:
         """See to it that `epoch` is what it is at the publisher: it is."""
@@ -290,7 +293,8 @@ class ReadableBlock(Protocol):
 
     def bytes_between(self, start: int, end: int) -> memoryview: ...
 
-    def bring(self, start: int, end: int) -> None: ...
+    def bring(self, start: int, end: int, arrived: Callable[[int], None] | None = None) -> None:
+        """See to it that these bytes are here. arrived: called for each MiB of them, by its number, once it is here."""
 
     def refresh(self) -> None: ...
 
@@ -372,16 +376,29 @@ class RankVersion:
         end = min(start + EXTENT_BYTES, HEADER_BYTES + self.layout.data_bytes)
         return xxhash.xxh3_64_intdigest(self.block.bytes_between(start, end)) == int(self.sums[extent])
 
+    def bring_extents(self, first: int, last: int) -> None:
+        """Bring these extents, and check each as it arrives, while it is in a core's cache.
+
+        Raises `CheckpointCorrupt`, once all are here.
+        """
+        wrong: list[int] = []
+
+        def look(number: int) -> None:
+            if not self.is_right(first + number):
+                wrong.append(first + number)
+
+        end = min((last + 1) * EXTENT_BYTES, self.layout.data_bytes)
+        self.block.bring(HEADER_BYTES + first * EXTENT_BYTES, HEADER_BYTES + end, look)
+        for extent in wrong:
+            self.check(extent)
+
     def checks(self, extents: Sequence[int]) -> list[Callable[[], None]]:
         """Return jobs that check these extents, and bring those that aren't here."""
 
         def check(some: Sequence[int]) -> None:
             lacking = [extent for extent in some if not (self.block.has(extent) and self.is_right(extent))]
             for first, last in _runs(lacking):
-                end = min((last + 1) * EXTENT_BYTES, self.layout.data_bytes)
-                self.block.bring(HEADER_BYTES + first * EXTENT_BYTES, HEADER_BYTES + end)
-            for extent in lacking:
-                self.check(extent)
+                self.bring_extents(first, last)
 
         return [partial(check, extents[at : at + _JOB_EXTENTS]) for at in range(0, len(extents), _JOB_EXTENTS)]
 

@@ -109,12 +109,25 @@ class RankReader:
             del self._mirrors[:-_KEPT]
         self._let_go(gone)
 
-    def read(self, asked: messages.ReadRanges, into: list[memoryview], check: Callable[[], None], version: int) -> bool:
-        """Read the ranges; return False if the block was not of that epoch. check: may raise, to end it."""
+    def read(
+        self,
+        asked: messages.ReadRanges,
+        into: Sequence[memoryview],
+        check: Callable[[], None],
+        version: int,
+        arrived: Callable[[int], None] | None = None,
+    ) -> bool:
+        """Read the ranges; return False if the block was not of that epoch. check: may raise, to end it.
+
+        arrived: called for each part of ``into``, by its number, once it is full.
+        """
         said = bytearray(1)
         with self._connections.asking(asked, version) as sock:
-            for memory in (*into, memoryview(said)):
+            for number, memory in enumerate(into):
                 self._connections.receive(sock, memory, check, version)
+                if arrived is not None:
+                    arrived(number)
+            self._connections.receive(sock, memoryview(said), check, version)
         events.count("sync_bytes_brought", sum(map(len, into)))
         return bool(said[0])
 
@@ -205,20 +218,25 @@ class MirrorBlock:
     def bytes_between(self, start: int, end: int) -> memoryview:
         return self._memory[start:end]
 
-    def bring(self, start: int, end: int) -> None:
+    def bring(self, start: int, end: int, arrived: Callable[[int], None] | None = None) -> None:
         """Read these bytes: by TCP, or without the rank, which is then asked now and then if the block is as it was."""
         self.room_for(start, end)
+        steps = range(start, end, EXTENT_BYTES)
         if self._granted.memory and self.reader.memory_reads is not None:
             self._look()
-            offered, into = self._granted.memory, self.view[start:end]
+            offered, whole = self._granted.memory, self.view[start:end]
             try:
-                self.reader.read_memory(offered, start, into, self._look, self._version)
+                self.reader.read_memory(offered, start, whole, self._look, self._version)
             except PeerLost:
                 self._refuse_if_gone()  # memory that was let go of can't be read
                 raise
+            for number in range(len(steps) if arrived is not None else 0):
+                assert arrived is not None
+                arrived(number)
             return
         asked = messages.ReadRanges(self._granted.block, self._granted.epoch, ((start, end),))
-        if not self.reader.read(asked, [self._memory[start:end]], self._check, self._version):
+        into = [self._memory[at : min(at + EXTENT_BYTES, end)] for at in steps]
+        if not self.reader.read(asked, into, self._check, self._version, arrived):
             raise self._gone()
 
     def room_for(self, start: int, end: int) -> memoryview:

@@ -355,6 +355,12 @@ class SharedDelta:
                 version=self.key.version,
             )
 
+    def bring_extents(self, first: int, last: int) -> None:
+        """Bring these extents, and check them. Raises as `bring` and `check`."""
+        self.bring(HEADER_BYTES + first * EXTENT_BYTES, HEADER_BYTES + min((last + 1) * EXTENT_BYTES, self.data_bytes))
+        for extent in range(first, last + 1):
+            self.check(extent)
+
     def is_right(self, extent: int) -> bool:
         """Return True if the bytes of an extent have their checksum."""
         return sum_of(self.encoded, extent) == self._sums[extent * SUM_BYTES : (extent + 1) * SUM_BYTES]
@@ -465,9 +471,7 @@ class SharedFetch:
         end = HEADER_BYTES + min(run.end * EXTENT_BYTES, self._version.data_bytes)
         held = self._reader.held
         if run.place is None or held is None:
-            self._mirror.bring(start, end)
-            for extent in range(run.start, run.end):
-                self._version.check(extent)
+            self._version.bring_extents(run.start, run.end - 1)
             return RunOutcome.HERE
         memory = self._mirror.room_for(start, end)
         try:

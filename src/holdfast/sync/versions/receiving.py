@@ -66,6 +66,10 @@ if TYPE_CHECKING:
 _LOOK_S: Final = 0.01
 _CONNECT_S: Final = 5.0
 _SLICE_S: Final = 0.5
+_ASK_S: Final = 0.1
+"""How often calls that find nothing ask the publisher, which tells all news by itself."""
+_NEWS_S: Final = 0.005
+"""A call that has less time than this always asks: it can't wait for news that are on their way."""
 _RECORDS_MAX_LAYOUTS: Final = 8
 
 
@@ -307,6 +311,10 @@ class BlockReceiving:
         self._ranks: RankConnections | None = None
         self._own_of = ""
         """The publisher of what was fetched last."""
+        self._found: tuple[tuple[int | None, int | None], tuple[Known, messages.VersionRecord]] | None = None
+        """By what was asked for: what `await_version` has found."""
+        self._asked_s = -_ASK_S
+        """When the publisher was asked last."""
         self._cancelled = False
         self._leaving = False
 
@@ -316,13 +324,20 @@ class BlockReceiving:
         record = None if known is None else self._newer(known, newer_than)
         return None if record is None else record.version
 
+    def await_version(self, version: int | None, newer_than: int | None, deadline: Deadline) -> None:
+        self._watch.start()
+        self._found = (version, newer_than), self._wait_for(version, newer_than, deadline)
+
     def fetch(
         self, destination: Destination, version: int | None, newer_than: int | None, deadline: Deadline
     ) -> FetchedBlocks:
         began = time.monotonic()
         self._watch.start()
+        found, self._found = self._found, None
         while True:
-            known, record = self._wait_for(version, newer_than, deadline)
+            if found is None or found[0] != (version, newer_than):
+                found = (version, newer_than), self._wait_for(version, newer_than, deadline)
+            (known, record), found = found[1], None
             waited_s = time.monotonic() - began
             try:
                 fetched = self._fetch(destination, known.places, record, deadline)
@@ -377,24 +392,40 @@ class BlockReceiving:
     def _wait_for(
         self, version: int | None, newer_than: int | None, deadline: Deadline
     ) -> tuple[Known, messages.VersionRecord]:
-        known = heard = self._watch.known
-        if known is not None:  # what was published before this call counts, even if its news are on their way
-            known = self._asked(known.places, deadline)
+        heard = known = self._watch.known
+        # What was published before this call counts, even if its news are on their way. Calls that find nothing one
+        # after the other wait for these: a question costs the publisher more than all else that they do.
+        is_asked = self._must_ask(deadline)
+        if is_asked and heard is not None:
+            known = self._asked(heard.places, deadline)
         while True:
             self._check()
-            if known is not None:
-                record = self._newer(known, newer_than) if version is None else known.find(version)
-                if record is not None:
+            record = None if known is None else self._wanted(known, version, newer_than)
+            if known is not None and record is not None:
+                if is_asked:
                     return known, record
-                if version is not None and known.records and known.records[-1].version > version:
-                    raise _not_kept(version, known)
+                known, is_asked = self._asked(known.places, deadline), True
+                continue
             if deadline.passed():
                 raise self._nothing(version, newer_than, known, deadline)
             told = self._watch.wait(min(deadline.left_s(), _SLICE_S), heard)
             known, heard = (told, told) if told is not heard else (known, heard)
 
+    def _must_ask(self, deadline: Deadline) -> bool:
+        return time.monotonic() - self._asked_s > _ASK_S or deadline.left_s() < _NEWS_S
+
+    def _wanted(self, known: Known, version: int | None, newer_than: int | None) -> messages.VersionRecord | None:
+        """Return what is to be fetched, if it is there. Raises `CheckpointNotFound` if it won't be."""
+        if version is None:
+            return self._newer(known, newer_than)
+        found = known.find(version)
+        if found is None and known.records and known.records[-1].version > version:
+            raise _not_kept(version, known)
+        return found
+
     def _asked(self, places: messages.PublisherPlaces, deadline: Deadline) -> Known | None:
         """Ask the publisher what it has; None if it is gone."""
+        self._asked_s = time.monotonic()
         try:
             ranks = self._connected(places, deadline)
             with ranks.sending():
