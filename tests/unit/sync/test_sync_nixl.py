@@ -116,7 +116,8 @@ def test_versions_arrive_and_nothing_is_left_behind(tmp_path: Path) -> None:
         del publisher, first, second
         gc.collect()
         files.append(open_files())
-    assert files[-1] <= files[2], files  # UCX keeps some of its own, once
+    # UCX keeps some of its own, once; memory that was registered goes a moment after its agent.
+    wait_until(lambda: gc.collect() >= 0 and open_files() <= min(files[2:]))
     wait_until(lambda: not any(thread.name.startswith("holdfast-sync") for thread in threading.enumerate()))
 
 
