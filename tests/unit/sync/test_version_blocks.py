@@ -187,15 +187,15 @@ def test_a_version_that_is_revoked_while_it_is_copied_leaves_the_weights_dirty(
     fetched = receiver.fetch(destination, None, None, Deadline.after(TIMEOUT_S))
     plain = FetchedBlocks._write
 
-    def write(self: FetchedBlocks, lives: Any) -> None:
-        plain(self, {"large": lives["large"]})
+    def write(self: FetchedBlocks, lives: Any, standing: Any) -> None:
+        plain(self, {"large": lives["large"]}, standing)
         held = []
         for version in range(2, 5):
             publish(publisher, version)
             held.append(fetch(others.pop(), zeros()))
         for version in range(5, 9):
             publish(publisher, version)
-        plain(self, lives)
+        plain(self, lives, standing)
 
     monkeypatch.setattr(FetchedBlocks, "_write", write)
     with pytest.raises(VersionRevoked):

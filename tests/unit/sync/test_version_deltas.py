@@ -208,8 +208,8 @@ def test_a_fetch_that_fails_leaves_what_was_fetched(
 ) -> None:
     real = mirror.MirrorBlock.bring_forward
 
-    def fail(*arguments: Any) -> None:
-        real(*arguments)
+    def fail(*arguments: Any, **named: Any) -> None:
+        real(*arguments, **named)
         raise PeerLost("for the test", peer="rank 0", phase="transfer", version=3)
 
     first, into = state(), zeros()
