@@ -41,6 +41,12 @@ def print_json(command: str, **members: Any) -> None:
     typer.echo(json.dumps(document, indent=2, default=str))
 
 
+def print_line(command: str, **members: Any) -> None:
+    """One document on a line of its own, of a command that prints several; out at once."""
+    sys.stdout.write(json.dumps({"schema": SCHEMA, "command": command, **members}, default=str) + "\n")
+    sys.stdout.flush()
+
+
 def print_error(error: HoldfastError, *, as_json: bool) -> None:
     """The message on standard error; with ``--json`` also a document that says what kind of error it is."""
     typer.echo(f"holdfast: {shown(str(error), keep=LINES)}", err=True)
