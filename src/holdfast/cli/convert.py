@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import secrets
 import shutil
 import tempfile
@@ -129,17 +130,37 @@ def _read_safetensors(path: str) -> Mapping[str, Any]:
 
 
 def _read_torch(path: str) -> Mapping[str, Any]:
+    """Read a file of torch.save by the allow-list of checkpoints; one of before zip files, by torch's own."""
     import pickle
 
     import torch
 
+    from holdfast.format.objects import read_object
+    from holdfast.format.pickles import PickleRefused
+    from holdfast.format.torch_record import MalformedRecord
+
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        with open(path, "rb") as file:
+            is_zip = file.read(2) == b"PK"
+        if is_zip:
+            found = read_object(memoryview(pathlib.Path(path).read_bytes()))
+        else:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+    except (
+        PickleRefused,
+        MalformedRecord,
+        pickle.UnpicklingError,
+        RuntimeError,
+        ValueError,
+        EOFError,
+        OSError,
+    ) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if isinstance(error, pickle.UnpicklingError):  # torch's advice is not ours
+            reason = "it holds other objects, or is no file of torch.save"
         raise StorageError(
-            f"{path} can't be read as a file of torch.save that holds tensors and plain objects only: {reason}. Save "
-            "its state_dict() again, without other objects",
+            f"{path} can't be read: {reason}. It has to be a file of torch.save with tensors and plain objects only: "
+            "save its state_dict() again, without other objects",
             path=path,
             errno=None,
         ) from error

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _PrunedStep:
     """One step: ``reasons`` to keep it, none if it goes; ``outcome``: what became of it."""
 
     step: int
@@ -85,11 +85,13 @@ def _best_of(text: str | None) -> Best | None:
         ) from error
 
 
-def _tried(storage: Storage, template: str, keep: Keep) -> list[_Row]:
+def _tried(storage: Storage, template: str, keep: Keep) -> list[_PrunedStep]:
     entries = Catalog(storage, template, keep).entries()
     reasons = reasons_to_keep([*entries.values()], keep)
     return [
-        _Row(entry.step, name, _nbytes(storage, name), reasons[entry.step], "kept" if reasons[entry.step] else "goes")
+        _PrunedStep(
+            entry.step, name, _nbytes(storage, name), reasons[entry.step], "kept" if reasons[entry.step] else "goes"
+        )
         for name, entry in _by_step(entries)
     ]
 
@@ -98,7 +100,7 @@ def _by_step(entries: dict[str, CheckpointEntry]) -> list[tuple[str, CheckpointE
     return sorted(entries.items(), key=lambda item: item[1].step)
 
 
-def _pruned(storage: Storage, template: str, keep: Keep) -> list[_Row]:
+def _pruned(storage: Storage, template: str, keep: Keep) -> list[_PrunedStep]:
     with storage.lock():
         catalog = Catalog(storage, template, keep)
         before = _tried(storage, template, keep)
@@ -110,7 +112,7 @@ def _pruned(storage: Storage, template: str, keep: Keep) -> list[_Row]:
     return [
         row
         if row.outcome == "kept"
-        else _Row(row.step, row.name, row.nbytes, (), "left" if row.name in there else "gone")
+        else _PrunedStep(row.step, row.name, row.nbytes, (), "left" if row.name in there else "gone")
         for row in before
     ]
 
@@ -120,7 +122,7 @@ def _nbytes(storage: Storage, name: str) -> int:
     return 0 if manifest is None else committed_bytes(manifest)
 
 
-def _document(row: _Row) -> dict[str, Any]:
+def _document(row: _PrunedStep) -> dict[str, Any]:
     return {
         "step": row.step,
         "name": row.name,
@@ -130,7 +132,7 @@ def _document(row: _Row) -> dict[str, Any]:
     }
 
 
-def _print(root: str, rows: list[_Row], *, dry_run: bool) -> None:
+def _print(root: str, rows: list[_PrunedStep], *, dry_run: bool) -> None:
     if not rows:
         typer.echo(f"{shown(root)} holds no checkpoints that Holdfast wrote")
         return
