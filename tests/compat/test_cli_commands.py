@@ -22,7 +22,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import holdfast
-from holdfast.cli.output import age_text, shown, size_text
+from holdfast.catalog.listing import size_text
+from holdfast.cli.output import age_text, shown
 from holdfast.storage.locks import RootLock
 
 SOURCE = str(Path(holdfast.__file__).parents[1])

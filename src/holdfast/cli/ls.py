@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.catalog.listing import RootEntry, RootListing, existing_directory, list_root, stock_entry
+from holdfast.catalog.listing import RootEntry, RootListing, existing_directory, list_root, size_text, stock_entry
 from holdfast.catalog.root import STOCK_PLACES, is_checkpoint, is_stock
-from holdfast.cli.output import AsJson, age_s_of, age_text, print_json, print_rows, shown, size_text
+from holdfast.cli.output import AsJson, age_s_of, age_text, print_json, print_rows, shown
 from holdfast.errors import CheckpointNotFound, ConfigError
 from holdfast.format.manifest import METADATA_NAME
 from holdfast.loader.sources.open import open_source

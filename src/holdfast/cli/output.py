@@ -75,18 +75,6 @@ def shown(text: str, *, keep: str = "") -> str:
     )
 
 
-def size_text(nbytes: int | None) -> str:
-    """``1.5 GiB``."""
-    if nbytes is None:
-        return "-"
-    value, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
-
-
 def age_s_of(created: str | None) -> float | None:
     """Seconds since an ISO 8601 time, by this machine's clock; None where it isn't one."""
     try:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 
 from holdfast.catalog.catalog import Catalog
-from holdfast.catalog.listing import DEFAULT_TEMPLATE, committed_bytes, existing_directory
+from holdfast.catalog.listing import DEFAULT_TEMPLATE, committed_bytes, existing_directory, size_text
 from holdfast.catalog.retention import Best, Keep, reasons_to_keep
-from holdfast.cli.output import AsJson, print_json, print_rows, shown, size_text
+from holdfast.cli.output import AsJson, print_json, print_rows, shown
 from holdfast.cli.recover import remove_hidden
 from holdfast.errors import ConfigError
 from holdfast.storage.entries import read_manifest

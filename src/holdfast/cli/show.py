@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from holdfast.boxes import whole
+from holdfast.catalog.listing import size_text
 from holdfast.cli.ls import chosen_path, chosen_source
-from holdfast.cli.output import AsJson, age_text, plain_number, print_json, print_rows, shown, size_text
+from holdfast.cli.output import AsJson, age_text, plain_number, print_json, print_rows, shown
 from holdfast.errors import CheckpointNotFound, ConfigError
 from holdfast.loader.checkpoint import Checkpoint
 from holdfast.loader.sources.open import open_source

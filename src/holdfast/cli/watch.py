@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from holdfast.catalog.listing import existing_directory, list_root
-from holdfast.cli.output import AsJson, print_line, shown, size_text
+from holdfast.catalog.listing import existing_directory, list_root, size_text
+from holdfast.cli.output import AsJson, print_line, shown
 from holdfast.errors import HoldfastError
 from holdfast.storage.local import open_storage
 
