@@ -27,6 +27,7 @@ from holdfast.coordination.votes import Votes
 from holdfast.cores import usable_cores
 from holdfast.engine.at_exit import close_later, end_at_exit
 from holdfast.errors import CheckpointExists, ConfigError, DeadlineExceeded, HoldfastError
+from holdfast.loader.notebook import root_html
 from holdfast.loader.resume import Resumer
 from holdfast.saver.checkpointer import SaveRequest, read_extra_files
 from holdfast.saver.deliverer import Deliverer, Deliverers
@@ -546,6 +547,15 @@ class CheckpointManager:
     def captures(self) -> SharedCaptures | None:
         """The capture of the last save, for a `Publisher` that shares it; None with ``load_only``."""
         return None if self._saver is None else self._saver.shares
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len([one for one in self._handles if not one.done()])} saves in flight"
+        return f"<CheckpointManager root={self._root!r} rank={self._group.rank} of {self._group.world}, {state}>"
+
+    def _repr_html_(self) -> str:
+        """Show it in a notebook: what is in flight, and what its root holds."""
+        flying = [f"step {one.step}: {one.stage}" for one in self._handles if not one.done()]
+        return root_html(self._root, {"in flight": ", ".join(flying), "state": "closed" if self._closed else "open"})
 
     # Published steps. --------------------------------------------------------------------------------------------
 

@@ -22,7 +22,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import holdfast
-from holdfast.cli.output import age_text, shown, size_text
+from holdfast.catalog.listing import size_text
+from holdfast.cli.output import age_text, shown
 from holdfast.storage.locks import RootLock
 
 SOURCE = str(Path(holdfast.__file__).parents[1])
@@ -413,6 +414,7 @@ def test_words_for_sizes_and_ages() -> None:
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.timeout(600)  # some twenty processes, several of which import torch
 def test_the_page_shows_what_the_commands_print(tmp_path: Path) -> None:
     """Its Python blocks make a root, its console blocks look at it; ``...`` stands for what differs."""
     checker = doctest.OutputChecker()

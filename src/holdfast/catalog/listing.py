@@ -209,6 +209,18 @@ def _corrupt_row(storage: Storage, name: str, error: HoldfastError) -> RootEntry
     )
 
 
+def size_text(nbytes: int | None) -> str:
+    """Return a size for people: ``1.5 GiB``; ``-`` if it is unknown."""
+    if nbytes is None:
+        return "-"
+    value, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
 def committed_bytes(manifest: Manifest) -> int:
     """Return the size of a checkpoint according to its manifest: data, reports and metadata, without the manifest."""
     return sum(line.nbytes + line.size for line in manifest.reports) + sum(file.size for file in manifest.files)

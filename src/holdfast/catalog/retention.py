@@ -207,28 +207,49 @@ def select_deletions(entries: Sequence[CheckpointEntry], keep: Keep, published: 
 
     published: the step whose publication this follows, if any.
     """
+    return [step for step, reasons in reasons_to_keep(entries, keep, published).items() if not reasons]
+
+
+def reasons_to_keep(
+    entries: Sequence[CheckpointEntry], keep: Keep, published: int | None = None
+) -> dict[int, tuple[str, ...]]:
+    """Return why each step stays, in words, by ascending step; none for one that is to be deleted. Pure.
+
+    Arguments as for `select_deletions`.
+    """
     ordered = sorted(entries, key=lambda entry: entry.step)
     assert len({entry.step for entry in ordered}) == len(ordered), "two entries of one step"
-    if keep.last is None:
-        return []
-    kept = {entry.step for entry in ordered if entry.pinned or entry.leased or entry.step == published}
+    found: dict[int, list[str]] = {entry.step: [] for entry in ordered}
+
+    def stays(why: str, steps: Iterable[int]) -> None:
+        for step in steps:
+            found[step].append(why)
+
     by_age = in_order(ordered, lambda entry: (entry.step, entry.lineage))
-    kept.update(entry.step for entry in by_age[-1:])  # resumable or not, the newest defines the order of the others
-    resumable = [entry.step for entry in by_age if entry.resumable]
-    kept.update(resumable[-1:])
     models = [entry for entry in by_age if not entry.resumable]
     course = newest_of(entry.lineage for entry in ordered)
-    kept.update(entry.step for entry in models[-1:])
-    kept.update(entry.step for entry in models if not course.holds(entry.lineage.branch, entry.step))
-    kept.update(entry.step for entry in by_age[max(0, len(by_age) - keep.last) :])
+    stays("pinned", (entry.step for entry in ordered if entry.pinned))
+    stays("being loaded", (entry.step for entry in ordered if entry.leased))
+    stays("just published", (entry.step for entry in ordered if entry.step == published))
+    # Resumable or not, the newest defines the order of the others.
+    stays("the newest", (entry.step for entry in by_age[-1:]))
+    stays("the newest to resume from", [entry.step for entry in by_age if entry.resumable][-1:])
+    stays("the newest model", (entry.step for entry in models[-1:]))
+    abandoned = (entry.step for entry in models if not course.holds(entry.lineage.branch, entry.step))
+    stays("the model of an abandoned run", abandoned)
+    if keep.last is None:
+        stays("all are kept", (entry.step for entry in ordered))
+    else:
+        stays(f"last {keep.last}", (entry.step for entry in by_age[max(0, len(by_age) - keep.last) :]))
     if keep.every is not None:
-        kept.update(entry.step for entry in ordered if entry.step % keep.every == 0)
+        stays(f"every {keep.every}", (entry.step for entry in ordered if entry.step % keep.every == 0))
     if keep.minutes is not None:
-        kept.update(_first_of_each_slot(ordered, keep.minutes))
+        stays(f"first of {keep.minutes:g} minutes", _first_of_each_slot(ordered, keep.minutes))
     if keep.best is not None:
-        kept.update(_best(ordered, keep.best))
-    needed = {attempt for entry in ordered if entry.step in kept for attempt in entry.needs}
-    return [entry.step for entry in ordered if entry.step not in kept and entry.origin not in needed]
+        stays(f"best {keep.best.metric}", _best(ordered, keep.best))
+    needed = {attempt for entry in ordered if found[entry.step] for attempt in entry.needs}
+    stays("a delta needs it", (entry.step for entry in ordered if entry.origin in needed))
+    return {step: tuple(reasons) for step, reasons in found.items()}
 
 
 def _first_of_each_slot(ordered: Sequence[CheckpointEntry], minutes: float) -> list[int]:

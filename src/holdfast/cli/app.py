@@ -15,18 +15,21 @@ import typer
 
 from holdfast._version import __version__
 from holdfast.cli.bench import bench
+from holdfast.cli.convert import convert, export
+from holdfast.cli.diff import diff
 from holdfast.cli.ls import ls
 from holdfast.cli.output import MISUSE, exit_status, print_error, print_error_document
+from holdfast.cli.prune import prune
 from holdfast.cli.recover import recover
-from holdfast.cli.show import show
+from holdfast.cli.show import cat, show
 from holdfast.cli.verify import verify
+from holdfast.cli.watch import watch
 from holdfast.errors import ConfigError, HoldfastError, StorageError
 
 app = typer.Typer(
     name="holdfast",
     help="Checkpoints for PyTorch that never stall training and are never half there.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -41,7 +44,7 @@ def holdfast(
         raise typer.Exit
 
 
-for command in (ls, show, verify, recover, bench):
+for command in (ls, show, cat, diff, verify, export, convert, prune, recover, watch, bench):
     app.command()(command)
 
 

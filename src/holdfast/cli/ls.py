@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.catalog.listing import RootEntry, RootListing, existing_directory, list_root, stock_entry
+from holdfast.catalog.listing import RootEntry, RootListing, existing_directory, list_root, size_text, stock_entry
 from holdfast.catalog.root import STOCK_PLACES, is_checkpoint, is_stock
-from holdfast.cli.output import AsJson, age_s_of, age_text, print_json, print_rows, shown, size_text
+from holdfast.cli.output import AsJson, age_s_of, age_text, print_json, print_rows, shown
 from holdfast.errors import CheckpointNotFound, ConfigError
 from holdfast.format.manifest import METADATA_NAME
+from holdfast.loader.sources.open import open_source
 from holdfast.storage.local import open_storage
 from holdfast.validation import is_store
+
+if TYPE_CHECKING:
+    from holdfast.loader.sources.holdfast import CheckpointSource
 
 
 def is_one_checkpoint(directory: str) -> bool:
@@ -54,6 +58,14 @@ def chosen_path(path: str, step: int | None) -> str:
     if not newest:
         raise CheckpointNotFound(f"{directory} holds no checkpoints", path=directory)
     return newest[0].path
+
+
+def chosen_source(path: str, step: int | None) -> CheckpointSource:
+    """Open what ``path`` is: a checkpoint, a Hugging Face model, or of a root that of ``step``, or the newest.
+
+    Raises as `chosen_path`, and as `open_source`.
+    """
+    return open_source(existing_directory(path) if step is None else chosen_path(path, step))
 
 
 def of_step(root: str, rows: list[RootEntry], step: int) -> RootEntry:

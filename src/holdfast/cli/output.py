@@ -41,6 +41,12 @@ def print_json(command: str, **members: Any) -> None:
     typer.echo(json.dumps(document, indent=2, default=str))
 
 
+def print_line(command: str, **members: Any) -> None:
+    """One document on a line of its own, of a command that prints several; out at once."""
+    sys.stdout.write(json.dumps({"schema": SCHEMA, "command": command, **members}, default=str) + "\n")
+    sys.stdout.flush()
+
+
 def print_error(error: HoldfastError, *, as_json: bool) -> None:
     """The message on standard error; with ``--json`` also a document that says what kind of error it is."""
     typer.echo(f"holdfast: {shown(str(error), keep=LINES)}", err=True)
@@ -67,18 +73,6 @@ def shown(text: str, *, keep: str = "") -> str:
         char if char.isprintable() or char in keep else char.encode("unicode_escape", "surrogatepass").decode()
         for char in text
     )
-
-
-def size_text(nbytes: int | None) -> str:
-    """``1.5 GiB``."""
-    if nbytes is None:
-        return "-"
-    value, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
 def age_s_of(created: str | None) -> float | None:

@@ -136,7 +136,7 @@ class _Real:
         is_root = self.only is None or self.storage.exists(DIRECTORY)
         with self.storage.lock() if is_root else contextlib.nullcontext():
             report = self.settle(self.storage, trash.append)
-            kept = {name: why for name in trash if (why := _remove(self.storage, name)) is not None}
+            kept = {name: why for name in trash if (why := remove_hidden(self.storage, name)) is not None}
         removed = tuple(name for name in report.removed if name not in kept)
         return RecoveryReport(
             report.rolled_forward, report.restored, removed, (*report.left, *kept), {**report.why, **kept}
@@ -246,8 +246,8 @@ def _refuse(holder: str | None, path: str) -> None:
         raise RootLocked(message, path=path, by=holder)
 
 
-def _remove(storage: Storage, name: str) -> str | None:
-    """None once it is gone, else why it could not be removed."""
+def remove_hidden(storage: Storage, name: str) -> str | None:
+    """Remove a hidden entry; return None once it is gone, else why it could not be removed."""
     try:
         target = storage.target("")
         if isinstance(target, WriterTarget):

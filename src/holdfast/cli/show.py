@@ -1,23 +1,33 @@
-"""Implement ``holdfast show``: print the content of one checkpoint from its manifest and reports; no data is read.
+"""Implement ``holdfast show`` and ``holdfast cat``: what one checkpoint holds, and one value of it.
 
-Torch-free for Holdfast's checkpoints; the ``.metadata`` of stock DCP consists of torch's own classes.
+`show` prints from manifest and reports, and reads no data. It is torch-free for Holdfast's checkpoints; the
+``.metadata`` of stock DCP consists of torch's own classes. `cat` reads and verifies what it prints.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
-from typing import TYPE_CHECKING, Annotated, Any
+import math
+import sys
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from holdfast.boxes import whole
-from holdfast.cli.ls import chosen_path
-from holdfast.cli.output import AsJson, age_text, plain_number, print_json, print_rows, shown, size_text
+from holdfast.catalog.listing import size_text
+from holdfast.cli.ls import chosen_path, chosen_source
+from holdfast.cli.output import AsJson, age_text, plain_number, print_json, print_rows, shown
+from holdfast.errors import CheckpointNotFound, ConfigError
+from holdfast.loader.checkpoint import Checkpoint
 from holdfast.loader.sources.open import open_source
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import torch
+
+    from holdfast.loader.checkpoint import Index
     from holdfast.loader.sources.holdfast import CheckpointSource, StoredObject
     from holdfast.plan.read import StoredTensor
 
@@ -169,3 +179,168 @@ def _print_tree(sizes: Mapping[str, int]) -> None:
     typer.echo("")
     rows = [["  " * (len(parts) - 1) + parts[-1], size_text(nbytes)] for parts, nbytes in sorted(below.items())]
     print_rows(("name", "size"), rows, right=(1,))
+
+
+# One value -------------------------------------------------------------------------------------------------------
+
+_ELEMENTS_MAX: Final = 1000
+"""Elements that are printed unless all are asked for."""
+
+
+def cat(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint, or a root: its newest step; or a URL.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A tensor, an object, or an extra file.")],
+    part: Annotated[
+        str | None,
+        typer.Option("--slice", metavar="INDEX", help="Of a tensor, such as '0:4,:' or '-1'; only that is read."),
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="Which step of a root.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All elements, however many.")] = False,  # noqa: FBT002
+    as_json: AsJson = False,  # noqa: FBT002
+) -> None:
+    """Print one value, verified: a tensor with its statistics, an object, or an extra file as it is.
+
+    Of a large tensor the elements at the edges are printed; with --json all of the slice, up to a million.
+    """
+    checkpoint = Checkpoint(chosen_source(path, step))
+    if name in checkpoint.tensors:
+        _cat_tensor(checkpoint, name, _index_of(part), everything=everything, as_json=as_json)
+        return
+    if part is not None:
+        raise ConfigError(f"--slice: {name!r} is no tensor of {checkpoint.path}", field="slice")
+    if name in checkpoint.objects:
+        value = checkpoint.objects[name]
+        if as_json:
+            print_json("cat", path=checkpoint.path, name=name, kind="object", value=_plain(value))
+        else:
+            typer.echo(shown(repr(value)))
+    elif name in checkpoint.files:
+        _cat_file(checkpoint, name, as_json=as_json)
+    else:
+        raise CheckpointNotFound(_unknown(checkpoint, name), path=checkpoint.path, step=checkpoint.step)
+
+
+def _unknown(checkpoint: Checkpoint, name: str) -> str:
+    known = [*checkpoint.tensors, *checkpoint.objects, *checkpoint.files]
+    last = name.rpartition(".")[2]
+    close = [one for one in known if last and last in one][:4] or known[:4]
+    return f"{checkpoint.path} has no {name!r}; there is {', '.join(close) or 'nothing'}: see `holdfast show`"
+
+
+def _index_of(text: str | None) -> Index | None:
+    """Return an index as Python's: integers, slices and `...`, with commas between. Raises `ConfigError`."""
+    if text is None:
+        return None
+    found: list[Any] = []
+    for item in text.strip().strip("[]").split(","):
+        parts = [one.strip() for one in item.split(":")]
+        try:
+            if item.strip() == "...":
+                found.append(...)
+            elif len(parts) == 1:
+                found.append(int(parts[0]))
+            else:
+                found.append(slice(*(int(one) if one else None for one in parts)))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"--slice: {text!r} is no index; write '0:4,:' or '-1'", field="slice") from error
+    return tuple(found)
+
+
+def _cat_tensor(checkpoint: Checkpoint, name: str, index: Index | None, *, everything: bool, as_json: bool) -> None:
+    tensor = checkpoint.read(name, index)
+    facts = statistics_of(tensor)
+    if as_json:
+        if tensor.numel() > _JSON_ELEMENTS_MAX:
+            raise ConfigError(
+                f"{name} has {tensor.numel()} elements, more than {_JSON_ELEMENTS_MAX} for a document; choose some of "
+                "them with --slice",
+                field="slice",
+            )
+        shape, dtype = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        values = _plain(tensor)
+        print_json(
+            "cat",
+            path=checkpoint.path,
+            name=name,
+            kind="tensor",
+            dtype=dtype,
+            shape=shape,
+            statistics=facts,
+            values=values,
+        )
+        return
+    sizes = "x".join(map(str, tensor.shape)) or "scalar"
+    typer.echo(f"{shown(name)}  {str(tensor.dtype).removeprefix('torch.')}  {sizes}")
+    typer.echo("  ".join(f"{key} {value:.6g}" for key, value in facts.items()))
+    typer.echo(_printable(tensor, sys.maxsize if everything else _ELEMENTS_MAX))
+
+
+_JSON_ELEMENTS_MAX: Final = 1_000_000
+
+
+def statistics_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return minimum, maximum, mean, standard deviation and norm of the finite elements, and how many aren't finite."""
+    import torch
+
+    if not tensor.numel() or tensor.is_complex():
+        return {"elements": tensor.numel()}
+    try:
+        values = tensor.reshape(-1).to(torch.float64)
+    except (RuntimeError, NotImplementedError):  # packed fp4
+        return {"elements": tensor.numel()}
+    finite = values[torch.isfinite(values)]
+    found: dict[str, Any] = {"elements": tensor.numel()}
+    if finite.numel():
+        spread = float(finite.std(correction=0))
+        found |= {"min": float(finite.min()), "max": float(finite.max()), "mean": float(finite.mean()), "std": spread}
+        found["norm"] = math.sqrt(float(finite.square().sum()))
+    if finite.numel() < values.numel():
+        found |= {"nan": int(torch.isnan(values).sum()), "inf": int(torch.isinf(values).sum())}
+    found["zeros"] = int((values == 0).sum())
+    return found
+
+
+def _printable(tensor: torch.Tensor, most: int) -> str:
+    """Return the elements as text, those at the edges if there are more than ``most``."""
+    import numpy as np
+    import torch
+
+    if tensor.is_floating_point() and tensor.dtype != torch.float64:  # numpy has no bfloat16, nor fp8
+        with contextlib.suppress(RuntimeError, NotImplementedError):
+            tensor = tensor.to(torch.float32)
+    try:
+        values = tensor.numpy()
+    except TypeError:  # packed fp4: its bytes
+        values = tensor.view(torch.uint8).numpy()
+    return np.array2string(values, threshold=most, max_line_width=120)
+
+
+def _cat_file(checkpoint: Checkpoint, name: str, *, as_json: bool) -> None:
+    content = checkpoint.read_file(name)
+    if as_json:
+        text = content.decode(errors="backslashreplace")
+        print_json("cat", path=checkpoint.path, name=name, kind="file", nbytes=len(content), text=text)
+        return
+    if sys.stdout.isatty():
+        typer.echo(shown(content.decode(errors="backslashreplace"), keep="\n\t"))
+    else:
+        sys.stdout.buffer.write(content)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it; what it has no form for, as text."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        if value.is_complex():
+            value = torch.view_as_real(value)
+        if value.is_floating_point():
+            value = value.to(torch.float64)
+        return _plain(value.tolist())
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return plain_number(value)
+    return value if value is None or isinstance(value, (bool, int, str)) else repr(value)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from holdfast.catalog.listing import existing_directory
+from holdfast.catalog.listing import existing_directory, size_text
 from holdfast.cli.ls import entries_of, is_one_checkpoint, of_step
-from holdfast.cli.output import AsJson, exit_status, print_json, progress_bar, shown, size_text
+from holdfast.cli.output import AsJson, exit_status, print_json, progress_bar, shown
 from holdfast.errors import CheckpointNotFound, ConfigError, HoldfastError
 from holdfast.export.verify import is_export, verify_export
 from holdfast.loader.checkpoint import VerifyReport, problem_of, verify_source

@@ -26,6 +26,7 @@ from holdfast.boxes import Box, whole
 from holdfast.cores import take_turns
 from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, HoldfastError, StorageError
 from holdfast.format.manifest import EXTENT_BYTES, METADATA_NAME
+from holdfast.loader.notebook import checkpoint_html, facts_html
 from holdfast.loader.sources.holdfast import HoldfastSource, members_of, telling_apart
 from holdfast.loader.sources.huggingface import HFSource
 from holdfast.loader.sources.object_store import ObjectSource
@@ -223,6 +224,13 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return f"<Checkpoint step={self.step} path={self.path!r}>"
+
+    def _repr_html_(self) -> str:
+        """Show it in a notebook, from its manifest and reports."""
+        try:
+            return checkpoint_html(self._source)
+        except HoldfastError as error:
+            return facts_html("Checkpoint", {"path": self.path, "unreadable": str(error)})
 
     def __str__(self) -> str:
         return self.path  # as ``from_pretrained`` makes a string of whatever it is given

@@ -17,7 +17,9 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from holdfast.catalog.listing import size_text
 from holdfast.errors import CallbackFailed, ConfigError, DeadlineExceeded
+from holdfast.loader.notebook import facts_html
 from holdfast.validation import checked_wait
 
 if TYPE_CHECKING:
@@ -181,6 +183,25 @@ class SaveHandle:
 
     def __repr__(self) -> str:
         return f"<SaveHandle step={self.step} stage={self._stage} path={self.path!r} attempt={self.attempt}>"
+
+    def _repr_html_(self) -> str:
+        """Show it in a notebook: how far it is, and what it has cost."""
+        stats, error = self._stats, self._future.exception(0) if self._future.done() else None
+        seconds = {
+            "stall": stats.stall_s,
+            "staging": stats.staging_s,
+            "persist": stats.persist_s,
+            "commit": stats.commit_s,
+        }
+        facts = {
+            "step": "" if self.step is None else str(self.step),
+            "path": self.path,
+            "stage": self._stage,
+            "error": "" if error is None else f"{type(error).__name__}: {error}",
+            "bytes of this rank": size_text(stats.bytes) if stats.bytes else "",
+            "seconds": ", ".join(f"{name} {spent_s:.3g}" for name, spent_s in seconds.items() if spent_s),
+        }
+        return facts_html(self._what.capitalize(), facts)
 
     @property
     def stage(self) -> Stage:

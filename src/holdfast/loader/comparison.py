@@ -1,0 +1,421 @@
+"""Compare two checkpoints: which tensors and objects one has that the other lacks, and how far the others moved.
+
+    names -> same checksums of the same boxes? -> equal, nothing is read
+                                        else   -> read both by parts -> bits differ? -> by how much
+
+Guarantees: never writes. Tensors are compared bit by bit, so that -0 differs from 0, and a NaN equals itself. What is
+read is verified. Memory: two parts of at most `PART_BYTES`, and what their statistics need, for any tensor.
+Without ``values`` no tensor is read, torch is not imported, and a tensor whose checksums can't be compared (another
+sharding, stock DCP) counts as unknown.
+Does not: decide which of the differences matter (`resume_findings` says which keep a run from going on alike).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from holdfast.boxes import row_blocks, whole
+from holdfast.cores import take_turns
+from holdfast.format.manifest import METADATA_NAME
+from holdfast.loader.sources.holdfast import HoldfastSource, members_of, telling_apart
+from holdfast.storage.object_storage import without_attempt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+    from holdfast.boxes import Box
+    from holdfast.format.manifest import Manifest
+    from holdfast.loader.sources.holdfast import CheckpointSource
+    from holdfast.plan.read import StoredTensor
+
+PART_BYTES: Final = 8 << 20
+_BATCH: Final = 64
+"""So many small tensors are read at once: each read opens files."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorKind:
+    """What a tensor is, whatever its values."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class TensorChange:
+    """A tensor that both have, with other bits.
+
+    Attributes:
+        elements, changed: how many it has, and how many of them have other bits.
+        max_abs: the largest absolute difference of elements that are finite on both sides.
+        relative: the length (2-norm) of the difference against that of the first; infinite if that is 0.
+        cosine: of the angle between both; None if one of them is 0.
+        non_finite: how many elements are NaN or infinite, in the first and in the second.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    elements: int
+    changed: int = 0
+    max_abs: float = 0.0
+    relative: float = 0.0
+    cosine: float | None = None
+    non_finite: tuple[int, int] = (0, 0)
+
+    @property
+    def share(self) -> float:
+        """Share of its elements that changed, 0 to 1."""
+        return self.changed / self.elements if self.elements else 0.0
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What two checkpoints differ in, by name. ``unknown``: tensors that were not read, and have no checksums alike."""
+
+    added: dict[str, TensorKind] = field(default_factory=dict)
+    removed: dict[str, TensorKind] = field(default_factory=dict)
+    reshaped: dict[str, tuple[TensorKind, TensorKind]] = field(default_factory=dict)
+    changed: list[TensorChange] = field(default_factory=list)
+    moved: list[str] = field(default_factory=list)
+    """Tensors with other checksums, of which the values were not asked for."""
+    unknown: list[str] = field(default_factory=list)
+    equal: int = 0
+    objects_added: list[str] = field(default_factory=list)
+    objects_removed: list[str] = field(default_factory=list)
+    objects_changed: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Texts of both values, short ones; empty texts if values were not asked for."""
+    objects_unknown: list[str] = field(default_factory=list)
+    objects_equal: int = 0
+    files: list[str] = field(default_factory=list)
+    """Extra files that only one has, or with another content."""
+
+    @property
+    def is_same(self) -> bool:
+        """Return True if no difference was found; see `unknown` for what was not looked at."""
+        found = (self.added, self.removed, self.reshaped, self.changed, self.moved, self.files)
+        return not any((*found, self.objects_added, self.objects_removed, self.objects_changed))
+
+
+def compare(
+    first: CheckpointSource,
+    second: CheckpointSource,
+    *,
+    takes: Callable[[str], bool] | None = None,
+    values: bool = True,
+    progress: Callable[[int, int], object] | None = None,
+) -> Comparison:
+    """Return what ``second`` differs in from ``first``.
+
+    takes: chooses names of tensors and objects; None for all, and extra files. values: read tensors and objects whose
+    checksums differ. progress: called with (bytes done, bytes in all). Raises `CheckpointCorrupt`, `StorageError`,
+    `CheckpointReplaced`.
+    """
+    found, everything = Comparison(), takes is None
+    takes = takes or (lambda _: True)
+    with telling_apart(first), telling_apart(second):
+        to_read = _sorted_out(found, first, second, takes)
+        if values:
+            _compare_values(found, first, second, to_read, progress)
+        else:
+            sums = _sums_of(first), _sums_of(second)
+            for name in to_read:
+                comparable = [_boxes_of(one.get(name)) for one in sums]
+                same_boxes = comparable[0] and comparable[0] == comparable[1]
+                (found.moved if same_boxes else found.unknown).append(name)
+        _compare_objects(found, first, second, takes, values=values)
+    found.files = _other_files(first.manifest, second.manifest) if everything else []
+    return found
+
+
+def _sorted_out(
+    found: Comparison, first: CheckpointSource, second: CheckpointSource, takes: Callable[[str], bool]
+) -> list[str]:
+    """Note what only one has, and what is equal by its checksums; return the names of the rest."""
+    ones, others = first.tensors, second.tensors
+    sums, other_sums = _sums_of(first), _sums_of(second)
+    rest: list[str] = []
+    for name in sorted({*ones, *others}):
+        if not takes(name):
+            continue
+        one, other = ones.get(name), others.get(name)
+        if one is None or other is None:
+            kind = _kind_of(one or other)
+            (found.added if one is None else found.removed)[name] = kind
+        elif (one.dtype, one.shape) != (other.dtype, other.shape):
+            found.reshaped[name] = _kind_of(one), _kind_of(other)
+        elif not whole(one.shape).volume or (name in sums and sums[name] == other_sums.get(name)):
+            found.equal += 1
+        else:
+            rest.append(name)
+    return rest
+
+
+def _kind_of(tensor: StoredTensor | None) -> TensorKind:
+    assert tensor is not None
+    return TensorKind(tensor.dtype, tensor.shape)
+
+
+def _sums_of(source: CheckpointSource) -> Mapping[str, frozenset[tuple[Box, bytes]]]:
+    """Return the checksums of boxes of tensors; none for a delta, whose records are not the values."""
+    members = members_of(source)
+    return members[0].sums if len(members) == 1 and isinstance(members[0], HoldfastSource) else {}
+
+
+def _boxes_of(sums: frozenset[tuple[Box, bytes]] | None) -> set[Box]:
+    return {box for box, _ in sums or ()}
+
+
+# Values -----------------------------------------------------------------------------------------------------------
+
+
+def _compare_values(
+    found: Comparison,
+    first: CheckpointSource,
+    second: CheckpointSource,
+    names: Sequence[str],
+    progress: Callable[[int, int], object] | None,
+) -> None:
+    total = 2 * sum(_nbytes(first.tensors[name]) for name in names)
+    done = 0
+    for batch in _batches(first, names):
+        changes = _changes(first, second, batch)
+        found.changed += [change for change in changes if change.changed]
+        found.equal += sum(not change.changed for change in changes)
+        done += 2 * sum(_nbytes(first.tensors[name]) for name in batch)
+        if progress is not None:
+            progress(done, total)
+
+
+def _nbytes(tensor: StoredTensor) -> int:
+    return whole(tensor.shape).volume * tensor.itemsize
+
+
+def _batches(source: CheckpointSource, names: Sequence[str]) -> Iterator[list[str]]:
+    """Yield names of tensors that are small together, or of one that is large."""
+    batch: list[str] = []
+    nbytes = 0
+    for name in names:
+        size = _nbytes(source.tensors[name])
+        if batch and (nbytes + size > PART_BYTES or len(batch) == _BATCH):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(name)
+        nbytes += size
+    if batch:
+        yield batch
+
+
+def _changes(first: CheckpointSource, second: CheckpointSource, names: Sequence[str]) -> list[TensorChange]:
+    """Compare tensors, which together, or one of them in parts, need little memory."""
+    from holdfast.loader.read import read_boxes  # imports torch
+
+    found: list[TensorChange] = []
+    parts = [(name, box) for name in names for box in _parts_of(first.tensors[name])]
+    moments = {name: _Moments() for name in names}
+    step = len(parts) if len(names) > 1 else 1
+    for at in range(0, len(parts), step):
+        some = parts[at : at + step]
+        ones, others = read_boxes(first, some), read_boxes(second, some)
+        take_turns(
+            [partial(moments[name].add, one, other) for (name, _), one, other in zip(some, ones, others, strict=True)],
+            1 if step == 1 else 2,
+        )
+    for name in names:
+        tensor = first.tensors[name]
+        found.append(moments[name].change(name, tensor.dtype, tensor.shape))
+    return found
+
+
+def _parts_of(tensor: StoredTensor) -> Iterator[Box]:
+    return row_blocks(whole(tensor.shape), max(1, PART_BYTES // tensor.itemsize))
+
+
+class _Moments:
+    """Sums over parts of a tensor and of its other version, from which a `TensorChange` is made."""
+
+    __slots__ = ("changed", "dot", "max_abs", "non_finite", "squares")
+
+    def __init__(self) -> None:
+        self.changed = 0
+        self.max_abs = 0.0
+        self.squares = [0.0, 0.0, 0.0]
+        """Of the first, of the second, and of their difference."""
+        self.dot = 0.0
+        self.non_finite = [0, 0]
+
+    def add(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        """Take in a part."""
+        import torch
+
+        from holdfast._torch_compat import as_bytes
+
+        mine, theirs = (as_bytes(each.contiguous()).reshape(-1, one.element_size()) for each in (one, other))
+        changed = (mine != theirs).any(dim=1)
+        self.changed += int(changed.sum())
+        if not changed.any():
+            value = _numbers(one).double()
+            finite = torch.isfinite(value)
+            square = float(value[finite].square().sum())
+            self.squares[0] += square
+            self.squares[1] += square
+            self.dot += square
+            count = int((~finite).sum())
+            self.non_finite[0] += count
+            self.non_finite[1] += count
+            return
+        a, b = _numbers(one).double(), _numbers(other).double()
+        sides = torch.isfinite(a), torch.isfinite(b)
+        for side in (0, 1):
+            self.non_finite[side] += int((~sides[side]).sum())
+        both = sides[0] & sides[1]
+        a, b = a[both], b[both]
+        if a.numel():
+            difference = b - a
+            self.max_abs = max(self.max_abs, float(difference.abs().max()))
+            for at, values in enumerate((a, b, difference)):
+                self.squares[at] += float(values.square().sum())
+            self.dot += float((a * b).sum())
+
+    def change(self, name: str, dtype: str, shape: tuple[int, ...]) -> TensorChange:
+        """Return what became of the tensor."""
+        first, second, difference = map(math.sqrt, self.squares)
+        relative = difference / first if first else (math.inf if difference else 0.0)
+        cosine = None if not first or not second else max(-1.0, min(1.0, self.dot / (first * second)))
+        made = TensorChange(name, dtype, shape, whole(shape).volume, self.changed, self.max_abs, relative, cosine)
+        made.non_finite = (self.non_finite[0], self.non_finite[1])
+        return made
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as numbers that can be subtracted: complex ones as pairs, packed ones as bytes."""
+    import torch
+
+    from holdfast._torch_compat import as_bytes
+
+    flat = tensor.reshape(-1)
+    if tensor.is_complex():
+        return torch.view_as_real(flat.to(torch.complex128))
+    try:
+        return flat.to(torch.float64)
+    except (RuntimeError, NotImplementedError):  # packed fp4, and what else torch can't convert
+        return as_bytes(flat.contiguous()).to(torch.float64)
+
+
+# Objects and files ------------------------------------------------------------------------------------------------
+
+_TEXT_MAX: Final = 120
+
+
+def _compare_objects(
+    found: Comparison,
+    first: CheckpointSource,
+    second: CheckpointSource,
+    takes: Callable[[str], bool],
+    *,
+    values: bool,
+) -> None:
+    ones = {name for name in first.objects if takes(name)}
+    others = {name for name in second.objects if takes(name)}
+    found.objects_added, found.objects_removed = sorted(others - ones), sorted(ones - others)
+    both = sorted(ones & others)
+    if not values:
+        found.objects_unknown = both
+        return
+    from holdfast.loader.checkpoint import read_objects
+
+    mine, theirs = read_objects(first, both), read_objects(second, both)
+    for name in both:
+        if are_equal(mine[name], theirs[name]):
+            found.objects_equal += 1
+        else:
+            found.objects_changed[name] = _text(mine[name]), _text(theirs[name])
+
+
+def _text(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _TEXT_MAX else f"{text[:_TEXT_MAX]}…"
+
+
+def are_equal(one: Any, other: Any) -> bool:
+    """Return True if two plain objects are equal: of one type, tensors and arrays bit by bit, a NaN equal to itself."""
+    import numpy as np
+    import torch
+
+    from holdfast._torch_compat import as_bytes
+
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        same = bool(one.dtype == other.dtype and one.shape == other.shape)
+        return same and torch.equal(as_bytes(one.detach().contiguous()), as_bytes(other.detach().contiguous()))
+    if isinstance(one, np.ndarray):
+        return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
+    if isinstance(one, Mapping):
+        return list(one) == list(other) and all(are_equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(are_equal, one, other))
+    if isinstance(one, float):
+        return one.hex() == float(other).hex()
+    return bool(one == other)
+
+
+def _other_files(first: Manifest | None, second: Manifest | None) -> list[str]:
+    if first is None or second is None:
+        return []
+    ones, others = (
+        {without_attempt(file.name, manifest.attempt): file.digest for file in manifest.files}
+        for manifest in (first, second)
+    )
+    names = {*ones, *others} - {METADATA_NAME}
+    return sorted(name for name in names if ones.get(name) != others.get(name))
+
+
+# What it means for a run ------------------------------------------------------------------------------------------
+
+
+def resume_findings(first: CheckpointSource, second: CheckpointSource, found: Comparison) -> list[str]:
+    """Return why two runs that resume from these would not go on alike, a sentence each; empty if they would.
+
+    Both have to have been compared whole, with values.
+    """
+    said: list[str] = []
+    for which, source in (("first", first), ("second", second)):
+        manifest = source.manifest
+        if manifest is not None and not manifest.resumable:
+            said.append(f"the {which} holds a model only: no run can resume from it")
+    if first.world != second.world:
+        said.append(
+            f"they were saved by {first.world} and {second.world} ranks: values of each rank, such as random states, "
+            "are derived anew on another number of ranks"
+        )
+    lacking = {"the first lacks": (found.added, found.objects_added)}
+    lacking["the second lacks"] = (found.removed, found.objects_removed)
+    for what, (tensors, objects) in lacking.items():
+        said += [f"{what} {_counted(names, key)}" for key, names in _by_key([*tensors, *objects]).items()]
+    said += [f"{_counted(names, key)} with another shape or dtype" for key, names in _by_key(found.reshaped).items()]
+    moved = [change.name for change in found.changed]
+    said += [f"{_counted(names, key)} with other values" for key, names in _by_key(moved).items()]
+    for name, (one, other) in found.objects_changed.items():
+        said.append(f"{name} is {one} in the first, {other} in the second")
+    if found.files:
+        said.append(f"extra files differ: {', '.join(found.files[:8])}")
+    return said
+
+
+def _by_key(names: Sequence[str] | Mapping[str, object]) -> dict[str, list[str]]:
+    """Return names by their top-level key."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(name.split(".", 1)[0], []).append(name)
+    return found
+
+
+def _counted(names: Sequence[str], key: str) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} values of {key} ({names[0]}, …)"
