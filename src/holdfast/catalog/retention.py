@@ -207,28 +207,61 @@ def select_deletions(entries: Sequence[CheckpointEntry], keep: Keep, published: 
 
     published: the step whose publication this follows, if any.
     """
+    kept = why_kept(entries, keep, published)
+    return [] if keep.last is None else sorted(entry.step for entry in entries if entry.step not in kept)
+
+
+Reason = Literal[
+    "pinned", "leased", "published", "newest", "resumable", "model", "last", "every", "minutes", "best", "chain"
+]
+"""What keeps a checkpoint: pinned, leased and published say it themselves; newest, resumable, model and chain are the
+rules that hold whatever is set; the others are fields of `Keep`."""
+
+
+def why_kept(
+    entries: Sequence[CheckpointEntry], keep: Keep | None, published: int | None = None
+) -> dict[int, list[Reason]]:
+    """Return for each step that is kept all that keeps it; keep: None for what holds whatever the rules. Pure."""
     ordered = sorted(entries, key=lambda entry: entry.step)
     assert len({entry.step for entry in ordered}) == len(ordered), "two entries of one step"
-    if keep.last is None:
-        return []
-    kept = {entry.step for entry in ordered if entry.pinned or entry.leased or entry.step == published}
+    kept: dict[int, list[Reason]] = {}
+
+    def note(reason: Reason, steps: Iterable[int]) -> None:
+        for step in steps:
+            kept.setdefault(step, []).append(reason)
+
+    note("pinned", (entry.step for entry in ordered if entry.pinned))
+    note("leased", (entry.step for entry in ordered if entry.leased))
+    note("published", (entry.step for entry in ordered if entry.step == published))
     by_age = in_order(ordered, lambda entry: (entry.step, entry.lineage))
-    kept.update(entry.step for entry in by_age[-1:])  # resumable or not, the newest defines the order of the others
-    resumable = [entry.step for entry in by_age if entry.resumable]
-    kept.update(resumable[-1:])
+    note("newest", (entry.step for entry in by_age[-1:]))  # resumable or not, it defines the order of the others
+    note("resumable", [entry.step for entry in by_age if entry.resumable][-1:])
     models = [entry for entry in by_age if not entry.resumable]
     course = newest_of(entry.lineage for entry in ordered)
-    kept.update(entry.step for entry in models[-1:])
-    kept.update(entry.step for entry in models if not course.holds(entry.lineage.branch, entry.step))
-    kept.update(entry.step for entry in by_age[max(0, len(by_age) - keep.last) :])
-    if keep.every is not None:
-        kept.update(entry.step for entry in ordered if entry.step % keep.every == 0)
-    if keep.minutes is not None:
-        kept.update(_first_of_each_slot(ordered, keep.minutes))
-    if keep.best is not None:
-        kept.update(_best(ordered, keep.best))
+    left = [entry for entry in models[:-1] if not course.holds(entry.lineage.branch, entry.step)]
+    note("model", (entry.step for entry in (*left, *models[-1:])))
+    if keep is not None:
+        _note_rules(ordered, by_age, keep, note)
     needed = {attempt for entry in ordered if entry.step in kept for attempt in entry.needs}
-    return [entry.step for entry in ordered if entry.step not in kept and entry.origin not in needed]
+    note("chain", [entry.step for entry in ordered if entry.origin in needed])
+    return kept
+
+
+def _note_rules(
+    ordered: Sequence[CheckpointEntry],
+    by_age: Sequence[CheckpointEntry],
+    keep: Keep,
+    note: Callable[[Reason, Iterable[int]], None],
+) -> None:
+    """Note what each field of ``keep`` keeps."""
+    last = len(by_age) if keep.last is None else keep.last
+    note("last", (entry.step for entry in by_age[max(0, len(by_age) - last) :]))
+    if keep.every is not None:
+        note("every", [entry.step for entry in ordered if entry.step % keep.every == 0])
+    if keep.minutes is not None:
+        note("minutes", _first_of_each_slot(ordered, keep.minutes))
+    if keep.best is not None:
+        note("best", _best(ordered, keep.best))
 
 
 def _first_of_each_slot(ordered: Sequence[CheckpointEntry], minutes: float) -> list[int]:

@@ -18,8 +18,10 @@ from holdfast.cli.bench import bench
 from holdfast.cli.ls import ls
 from holdfast.cli.output import MISUSE, exit_status, print_error, print_error_document
 from holdfast.cli.recover import recover
+from holdfast.cli.report import report
 from holdfast.cli.show import show
 from holdfast.cli.verify import verify
+from holdfast.cli.view import view
 from holdfast.errors import ConfigError, HoldfastError, StorageError
 
 app = typer.Typer(
@@ -41,7 +43,7 @@ def holdfast(
         raise typer.Exit
 
 
-for command in (ls, show, verify, recover, bench):
+for command in (ls, show, verify, recover, report, view, bench):
     app.command()(command)
 
 

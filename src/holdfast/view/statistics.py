@@ -1,0 +1,205 @@
+"""Compute what a tensor's values are like, and how those of two steps differ, reading by parts. Imports torch.
+
+Guarantees: at most `PART_BYTES` of each tensor are in memory at a time; what is read was verified. Of a tensor larger
+than `READ_BYTES_MAX` evenly spread parts are read, and the result says which share.
+Assumes: values fit into float64 well enough; complex ones count by their magnitude.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from holdfast.boxes import row_blocks, whole
+from holdfast.dtypes import ITEMSIZE
+from holdfast.errors import CheckpointNotFound, ConfigError
+from holdfast.loader.checkpoint import open_checkpoint, source_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from holdfast.boxes import Box
+    from holdfast.loader.checkpoint import Checkpoint
+    from holdfast.plan.read import StoredTensor
+
+PART_BYTES: Final = 16 << 20
+READ_BYTES_MAX: Final = 4 << 30
+BINS: Final = 64
+
+
+def statistics_of(path: str, name: str, *, bytes_max: int = READ_BYTES_MAX) -> dict[str, Any]:
+    """Return moments, extremes, counts of what isn't finite, and a histogram of tensor ``name``, as JSON has them.
+
+    Raises `CheckpointNotFound` for an unknown name, and as `Checkpoint.read`.
+    """
+    checkpoint = open_checkpoint(path)
+    return _statistics(checkpoint, name, bytes_max)
+
+
+def all_statistics(path: str, *, bytes_max: int) -> dict[str, Any]:
+    """Return `statistics_of` by name for tensors of up to ``bytes_max`` in all, the small ones first."""
+    checkpoint = open_checkpoint(path)
+    stored = source_of(checkpoint).tensors
+    left, found = bytes_max, {}
+    for name in sorted(stored, key=lambda name: (_nbytes(stored[name]), name)):
+        left -= _nbytes(stored[name])
+        if left < 0:
+            break
+        found[name] = _statistics(checkpoint, name, bytes_max)
+    return found
+
+
+def difference_of(path: str, other: str, name: str, *, bytes_max: int = READ_BYTES_MAX) -> dict[str, Any]:
+    """Return how tensor ``name`` of ``other`` differs from that of ``path``: absolute, relative, direction, share.
+
+    Raises `ConfigError` where the shapes differ, and as `statistics_of`.
+    """
+    first, second = open_checkpoint(path), open_checkpoint(other)
+    one, two = _stored(first, name), _stored(second, name)
+    if one.shape != two.shape:
+        raise ConfigError(f"{name} has shape {list(one.shape)} there, and {list(two.shape)}: nothing to compare")
+    sums = _Difference()
+    parts, share = _parts(one, bytes_max)
+    for part in parts:
+        sums.add(_read(first, name, part), _read(second, name, part))
+    return {**sums.document(), "share_read": share}
+
+
+def _stored(checkpoint: Checkpoint, name: str) -> StoredTensor:
+    try:
+        return source_of(checkpoint).tensors[name]
+    except KeyError:
+        message = f"{checkpoint.path} has no tensor {name!r}"
+        raise CheckpointNotFound(message, path=checkpoint.path, step=checkpoint.step) from None
+
+
+def _nbytes(tensor: StoredTensor) -> int:
+    return whole(tensor.shape).volume * tensor.itemsize
+
+
+def _parts(tensor: StoredTensor, bytes_max: int) -> tuple[list[Box], float]:
+    """Return the parts to read, and which share of the tensor they are."""
+    parts = list(row_blocks(whole(tensor.shape), max(1, PART_BYTES // ITEMSIZE[tensor.dtype])))
+    most = max(1, bytes_max // PART_BYTES)
+    stride = math.ceil(len(parts) / most)
+    chosen = parts[::stride]
+    volume = max(1, whole(tensor.shape).volume)
+    return chosen, sum(part.volume for part in chosen) / volume if volume > 1 else 1.0
+
+
+def _read(checkpoint: Checkpoint, name: str, part: Box) -> torch.Tensor:
+    index = tuple(slice(start, stop) for start, stop in zip(part.offsets, part.stops, strict=True))
+    values = checkpoint.read(name, index).reshape(-1)
+    return (values.abs() if values.is_complex() else values).to(torch.float64)
+
+
+def _statistics(checkpoint: Checkpoint, name: str, bytes_max: int) -> dict[str, Any]:
+    stored = _stored(checkpoint, name)
+    parts, share = _parts(stored, bytes_max)
+    moments = _Moments()
+    for values in _finite(checkpoint, name, parts, moments):
+        moments.add(values)
+    found = {**moments.document(), "share_read": share, "histogram": None}
+    if moments.count and moments.most >= moments.least:
+        # One value, or two that float64 can't tell apart by 64 bins, has one bin of some width around it.
+        half = max(abs(moments.least), 1.0) / 2 if moments.least == moments.most else 0.0
+        low, high = moments.least - half, moments.most + half
+        counts = torch.zeros(BINS, dtype=torch.float64)
+        for values in _finite(checkpoint, name, parts):
+            counts += torch.histc(values, BINS, low, high)
+        found["histogram"] = {"low": low, "high": high, "counts": [int(count) for count in counts]}
+    return found
+
+
+def _finite(
+    checkpoint: Checkpoint, name: str, parts: Iterable[Box], moments: _Moments | None = None
+) -> Iterator[torch.Tensor]:
+    """Yield the finite values of each part; counts the others in ``moments``."""
+    for part in parts:
+        values = _read(checkpoint, name, part)
+        finite = torch.isfinite(values)
+        if moments is not None:
+            moments.elements += values.numel()
+            moments.nans += int(torch.isnan(values).sum())
+            moments.infinite += int(torch.isinf(values).sum())
+        yield values[finite]
+
+
+@dataclass(slots=True)
+class _Moments:
+    """Sums over the finite values seen."""
+
+    elements: int = 0
+    nans: int = 0
+    infinite: int = 0
+    zeros: int = 0
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+    least: float = math.inf
+    most: float = -math.inf
+
+    def add(self, values: torch.Tensor) -> None:
+        if not values.numel():
+            return
+        self.count += values.numel()
+        self.zeros += int((values == 0).sum())
+        self.total += float(values.sum())
+        self.squares += float((values * values).sum())
+        self.least = min(self.least, float(values.min()))
+        self.most = max(self.most, float(values.max()))
+
+    def document(self) -> dict[str, Any]:
+        mean = self.total / self.count if self.count else None
+        variance = max(0.0, self.squares / self.count - mean * mean) if mean is not None else None
+        return {
+            "elements": self.elements,
+            "nan": self.nans,
+            "inf": self.infinite,
+            "zeros": self.zeros,
+            "mean": mean,
+            "std": None if variance is None or not math.isfinite(variance) else math.sqrt(variance),
+            "norm": math.sqrt(self.squares) if math.isfinite(self.squares) else None,
+            "min": self.least if self.count else None,
+            "max": self.most if self.count else None,
+        }
+
+
+@dataclass(slots=True)
+class _Difference:
+    """Sums over pairs of values; pairs with one that isn't finite count as changed unless both are the same."""
+
+    elements: int = 0
+    changed: int = 0
+    most: float = 0.0
+    squares: float = 0.0
+    first: float = 0.0
+    second: float = 0.0
+    both: float = 0.0
+
+    def add(self, one: torch.Tensor, two: torch.Tensor) -> None:
+        self.elements += one.numel()
+        same = (one == two) | (one.isnan() & two.isnan())
+        self.changed += int((~same).sum())
+        finite = one.isfinite() & two.isfinite()
+        one, two = one[finite], two[finite]
+        if not one.numel():
+            return
+        gap = one - two
+        self.most = max(self.most, float(gap.abs().max()))
+        self.squares += float((gap * gap).sum())
+        self.first += float((one * one).sum())
+        self.second += float((two * two).sum())
+        self.both += float((one * two).sum())
+
+    def document(self) -> dict[str, Any]:
+        norms = math.sqrt(self.first) * math.sqrt(self.second)
+        return {
+            "max_abs": self.most,
+            "relative": math.sqrt(self.squares / self.first) if self.first else (0.0 if not self.squares else None),
+            "cosine": self.both / norms if norms else None,
+            "share_changed": self.changed / self.elements if self.elements else 0.0,
+        }
