@@ -72,7 +72,8 @@ class Browser:
     def text(self, selector: str) -> str:
         """Return the text of the first that matches and is shown."""
         found: str = self.run(
-            "return [...document.querySelectorAll(arguments[0])].find((node) => node.checkVisibility())?.innerText ?? ''",
+            "const nodes = [...document.querySelectorAll(arguments[0])];"
+            "return nodes.find((node) => node.checkVisibility())?.innerText ?? ''",
             selector,
         )
         return found
@@ -108,7 +109,8 @@ class Browser:
         """Collect in each page what its policy refuses and what its scripts throw, from its start."""
         source = (
             "window.__bad = [];"
-            "addEventListener('securitypolicyviolation', (e) => __bad.push('policy: ' + e.violatedDirective + ' ' + e.blockedURI));"
+            "addEventListener('securitypolicyviolation', (e) =>"
+            "  __bad.push('policy: ' + e.violatedDirective + ' ' + e.blockedURI));"
             "addEventListener('error', (e) => __bad.push('error: ' + e.message + ' ' + e.lineno));"
             "addEventListener('unhandledrejection', (e) => __bad.push('rejected: ' + e.reason));"
         )
@@ -146,7 +148,7 @@ def browser(profile: Path) -> Iterator[Browser]:
         port = next(line.split("port ")[1].strip(" .\n") for line in driver.stdout if "started successfully" in line)
         options = {"binary": CHROMIUM, "args": [*_FLAGS, f"--user-data-dir={profile}"]}
         asked = {"capabilities": {"alwaysMatch": {"browserName": "chrome", "goog:chromeOptions": options}}}
-        session = Browser(f"http://127.0.0.1:{port}")._call("POST", "/session", asked)["sessionId"]  # noqa: SLF001
+        session = Browser(f"http://127.0.0.1:{port}")._call("POST", "/session", asked)["sessionId"]
         found = Browser(f"http://127.0.0.1:{port}/session/{session}")
         found.watch()
         found.resize(1280, 900)
@@ -154,7 +156,7 @@ def browser(profile: Path) -> Iterator[Browser]:
             yield found
         finally:
             with contextlib.suppress(AssertionError, OSError):
-                found._call("DELETE", "")  # noqa: SLF001
+                found._call("DELETE", "")
     finally:
         driver.terminate()
         driver.wait(10)

@@ -1,5 +1,7 @@
 """Compute what a tensor's values are like, and how those of two steps differ, reading by parts. Imports torch.
 
+numpy computes: on a host whose cores a job has, torch's threads wait for one another at every small tensor.
+
 Guarantees: at most `PART_BYTES` of each tensor are in memory at a time; what is read was verified. Of a tensor larger
 than `READ_BYTES_MAX` evenly spread parts are read, and the result says which share.
 Assumes: values fit into float64 well enough; complex ones count by their magnitude.
@@ -9,8 +11,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+import numpy as np
 import torch
 
 from holdfast.boxes import row_blocks, whole
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from holdfast.loader.checkpoint import Checkpoint
     from holdfast.plan.read import StoredTensor
 
+_Values: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 PART_BYTES: Final = 16 << 20
 READ_BYTES_MAX: Final = 4 << 30
 BINS: Final = 64
@@ -90,10 +94,11 @@ def _parts(tensor: StoredTensor, bytes_max: int) -> tuple[list[Box], float]:
     return chosen, sum(part.volume for part in chosen) / volume if volume > 1 else 1.0
 
 
-def _read(checkpoint: Checkpoint, name: str, part: Box) -> torch.Tensor:
+def _read(checkpoint: Checkpoint, name: str, part: Box) -> _Values:
     index = tuple(slice(start, stop) for start, stop in zip(part.offsets, part.stops, strict=True))
     values = checkpoint.read(name, index).reshape(-1)
-    return (values.abs() if values.is_complex() else values).to(torch.float64)
+    found: _Values = (values.abs() if values.is_complex() else values).to(torch.float64).numpy()
+    return found
 
 
 def _statistics(checkpoint: Checkpoint, name: str, bytes_max: int) -> dict[str, Any]:
@@ -107,24 +112,25 @@ def _statistics(checkpoint: Checkpoint, name: str, bytes_max: int) -> dict[str, 
         # One value, or two that float64 can't tell apart by 64 bins, has one bin of some width around it.
         half = max(abs(moments.least), 1.0) / 2 if moments.least == moments.most else 0.0
         low, high = moments.least - half, moments.most + half
-        counts = torch.zeros(BINS, dtype=torch.float64)
+        counts = np.zeros(BINS, dtype=np.int64)
         for values in _finite(checkpoint, name, parts):
-            counts += torch.histc(values, BINS, low, high)
+            counts += np.histogram(values, BINS, (low, high))[0]
         found["histogram"] = {"low": low, "high": high, "counts": [int(count) for count in counts]}
     return found
 
 
 def _finite(
     checkpoint: Checkpoint, name: str, parts: Iterable[Box], moments: _Moments | None = None
-) -> Iterator[torch.Tensor]:
+) -> Iterator[_Values]:
     """Yield the finite values of each part; counts the others in ``moments``."""
     for part in parts:
         values = _read(checkpoint, name, part)
-        finite = torch.isfinite(values)
+        finite = np.isfinite(values)
         if moments is not None:
-            moments.elements += values.numel()
-            moments.nans += int(torch.isnan(values).sum())
-            moments.infinite += int(torch.isinf(values).sum())
+            nans = int(np.isnan(values).sum())
+            moments.elements += values.size
+            moments.nans += nans
+            moments.infinite += values.size - int(finite.sum()) - nans
         yield values[finite]
 
 
@@ -142,13 +148,13 @@ class _Moments:
     least: float = math.inf
     most: float = -math.inf
 
-    def add(self, values: torch.Tensor) -> None:
-        if not values.numel():
+    def add(self, values: _Values) -> None:
+        if not values.size:
             return
-        self.count += values.numel()
+        self.count += values.size
         self.zeros += int((values == 0).sum())
         self.total += float(values.sum())
-        self.squares += float((values * values).sum())
+        self.squares += float(np.dot(values, values))
         self.least = min(self.least, float(values.min()))
         self.most = max(self.most, float(values.max()))
 
@@ -180,20 +186,20 @@ class _Difference:
     second: float = 0.0
     both: float = 0.0
 
-    def add(self, one: torch.Tensor, two: torch.Tensor) -> None:
-        self.elements += one.numel()
-        same = (one == two) | (one.isnan() & two.isnan())
+    def add(self, one: _Values, two: _Values) -> None:
+        self.elements += one.size
+        same = (one == two) | (np.isnan(one) & np.isnan(two))
         self.changed += int((~same).sum())
-        finite = one.isfinite() & two.isfinite()
+        finite = np.isfinite(one) & np.isfinite(two)
         one, two = one[finite], two[finite]
-        if not one.numel():
+        if not one.size:
             return
         gap = one - two
-        self.most = max(self.most, float(gap.abs().max()))
-        self.squares += float((gap * gap).sum())
-        self.first += float((one * one).sum())
-        self.second += float((two * two).sum())
-        self.both += float((one * two).sum())
+        self.most = max(self.most, float(np.abs(gap).max()))
+        self.squares += float(np.dot(gap, gap))
+        self.first += float(np.dot(one, one))
+        self.second += float(np.dot(two, two))
+        self.both += float(np.dot(one, two))
 
     def document(self) -> dict[str, Any]:
         norms = math.sqrt(self.first) * math.sqrt(self.second)

@@ -35,7 +35,7 @@ const checkpoint = {
         { title: "shape", width: "130px", cell: (node) => (node.tensor < 0 ? h("span", { class: "soft" }, plural(node.count, "tensor")) : shapeText(this.columns.shape(node.tensor))) },
         { title: "dtype", width: "92px", cell: (node) => (node.tensor < 0 ? "" : this.columns.dtype(node.tensor)) },
         { title: "size", width: "90px", end: true, cell: (node) => bytes(node.nbytes) },
-        { title: "shards", width: "68px", end: true, cell: (node) => (node.tensor < 0 ? "" : count(this.columns.first[node.tensor + 1] - this.columns.first[node.tensor])) },
+        { title: "shards", width: "78px", end: true, cell: (node) => (node.tensor < 0 ? "" : count(this.columns.first[node.tensor + 1] - this.columns.first[node.tensor])) },
       ],
     });
     this.list = new Grid({
@@ -45,7 +45,7 @@ const checkpoint = {
         { title: "shape", width: "130px", value: (at) => shapeText(this.columns.shape(at)), cell: (at) => shapeText(this.columns.shape(at)) },
         { title: "dtype", width: "92px", value: (at) => this.columns.dtype(at), cell: (at) => this.columns.dtype(at) },
         { title: "size", width: "90px", end: true, value: (at) => this.columns.nbytes[at], cell: (at) => bytes(this.columns.nbytes[at]) },
-        { title: "shards", width: "68px", end: true, value: (at) => this.columns.first[at + 1] - this.columns.first[at], cell: (at) => count(this.columns.first[at + 1] - this.columns.first[at]) },
+        { title: "shards", width: "78px", end: true, value: (at) => this.columns.first[at + 1] - this.columns.first[at], cell: (at) => count(this.columns.first[at + 1] - this.columns.first[at]) },
       ],
     });
     this.search = searchBox("Search tensors", (text) => this.filter(text));
@@ -74,7 +74,7 @@ const checkpoint = {
     this.shown = name;
     const at = tensor === undefined ? -1 : columns.find(tensor);
     if (at >= 0) this.picture(at);
-    else replace(this.chosen);
+    else replace(this.chosen, card("How it lies", null, h("p", { class: "empty" }, "Choose a tensor to see how it lies over ranks and files.")));
     return undefined;
   },
 
@@ -84,23 +84,23 @@ const checkpoint = {
     const top = this.names.below(this.names.root);
     if (top.length <= 6) for (const node of top) node.open = node.children.size > 0 && node.children.size <= 40;
     this.search.value = "";
-    replace(this.place, this.facts(), h("div", { class: "two" },
-      h("section", { class: "card" }, h("header", {}, h("h2", {}, "Tensors"), this.note),
-        h("div", { class: "bar", style: { "margin-bottom": "12px" } }, this.search), this.lists),
-      h("div", { class: "stack" }, this.chosen, card("Sizes", "choose a box to go into it", this.treemap.box))), this.rest);
+    replace(this.place, this.facts(),
+      h("div", { class: "two" },
+        h("section", { class: "card" }, h("header", {}, h("h2", {}, "Tensors"), this.note),
+          h("div", { class: "bar", style: { "margin-bottom": "12px" } }, this.search), this.lists),
+        this.chosen),
+      card("Sizes", "choose a box to go into it", this.treemap.box), this.rest);
     this.filter("");
     this.treemap.show(this.names);
-    replace(this.chosen);
     replace(this.rest, this.filesCard(), this.objectsCard());
   },
 
   facts() {
     const row = rowOf(this.name), { columns } = this;
     const metrics = Object.entries(row.metrics ?? {}).map(([name, value]) => `${name} ${figure(value)}`).join(", ");
-    const pair = (name, value, note) => h("div", { class: "tile" }, h("dt", {}, name), h("dd", {}, value, note && h("small", {}, ` ${note}`)));
     return card(titleOf(row), h("code", {}, columns.told.path),
-      h("dl", { class: "tiles" }, pair("tensors", count(columns.size)), pair("bytes of tensors", bytes(columns.total)),
-        pair("ranks", count(columns.told.world)), pair("saved", ago(row.created), "ago"), pair("objects", count(columns.objects.length))),
+      h("dl", { class: "tiles" }, tile("tensors", count(columns.size)), tile("bytes of tensors", bytes(columns.total)),
+        tile("ranks", count(columns.told.world)), tile("saved", ago(row.created), "ago"), tile("objects", count(columns.objects.length))),
       h("div", { style: { "margin-top": "16px" } }, facts([
         ["saved", when(row.created)], ["written by", writer(row)], ["metrics", metrics], ["kept because", keptText(row).join(", ")],
         ["delta to", (row.chain ?? []).join(", ")], ["attempt", row.attempt && h("code", {}, row.attempt)],

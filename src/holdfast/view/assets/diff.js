@@ -51,7 +51,7 @@ const MEASURES = {
   relative: { title: "relative change of values", of: (row) => row.values?.relative ?? null, text: figure },
   max_abs: { title: "largest change of a value", of: (row) => row.values?.max_abs ?? null, text: figure },
 };
-const HEAT = { cell: 22, left: 190, top: 96, columns: 48, rows: 400 };
+const HEAT = { cell: 22, left: 190, top: 116, columns: 48, rows: 400 };
 
 const diff = {
   id: "diff",
@@ -123,7 +123,6 @@ const diff = {
     const moved = this.rows.reduce((sum, row) => sum + row.nbytes * (row.share ?? 0), 0);
     const [before, after] = this.objects;
     const came = [...after].filter((name) => !before.has(name)), went = [...before].filter((name) => !after.has(name));
-    const tile = (name, value, note) => h("div", { class: "tile" }, h("dt", {}, name), h("dd", {}, value, note && h("small", {}, ` ${note}`)));
     const parts = [...new Set(this.rows.map((row) => row.name.split(".")[0]))];
     if (!parts.includes(this.part)) this.part = parts.includes("model") ? "model" : "";
     this.values = h("span", { class: "bar" }, LIVE && h("button", { type: "button", onclick: () => this.readValues() }, "Compare values"));
@@ -197,7 +196,7 @@ const diff = {
       context.save();
       context.translate(left + (at + 0.5) * cell, top - 8);
       context.rotate(-Math.PI / 3);
-      context.fillText(fitted(context, kind, 104), 0, 0);
+      context.fillText(fitted(context, kind, 116), 0, 0);
       context.restore();
     });
     if (shared) context.fillText(fitted(context, this.layers[0].slice(0, shared), left - 12), 0, top - 10);

@@ -37,6 +37,9 @@ function plainTable(caption, titles, rows, ends = []) {
       h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, at) => h("td", { class: side(at) }, cell)))))));
 }
 
+/** A figure with its name above it and a note behind it, for a list of the class "tiles". */
+const tile = (name, value, note = "") => h("div", { class: "tile" }, h("dt", {}, name), h("dd", {}, value, note && h("small", {}, ` ${note}`)));
+
 function facts(pairs) {
   const known = pairs.filter(([, value]) => value !== null && value !== undefined && value !== "");
   return h("dl", { class: "facts" }, known.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));

@@ -88,7 +88,8 @@ function branchPicture(rows, known, order) {
     const standing = own.some((row) => row.standing);
     parts.push(svg("text", { x: 0, y: y(number) + 4 }, `branch ${number}`));
     if (own.length) {
-      const start = from === null ? own[0].step : Math.max(least, at);
+      const turn = x.inverse(x(Math.max(least, at ?? 0)) + 30);
+      const start = from === null ? own[0].step : Math.min(own[0].step, turn);
       const kept = own.filter((row) => row.standing);
       const edge = kept.length ? kept.at(-1).step : start;
       const path = (a, b, colour) => b > a && svg("line", { x1: x(a), x2: x(b), y1: y(number), y2: y(number), stroke: colour, "stroke-width": 2.5, "stroke-linecap": "round" });

@@ -1,6 +1,11 @@
 // From values to places and colours.
 
-const linear = (from, to, start, end) => (value) => start + ((value - from) / (to - from || 1)) * (end - start);
+/** A function from ``from``..``to`` to ``start``..``end``; its ``inverse`` leads back. */
+function linear(from, to, start, end) {
+  const scale = (value) => start + ((value - from) / (to - from || 1)) * (end - start);
+  scale.inverse = (place) => from + ((place - start) / (end - start || 1)) * (to - from);
+  return scale;
+}
 
 /** Round values between ``from`` and ``to``, about ``most`` of them. */
 function ticks(from, to, most = 5) {

@@ -41,7 +41,7 @@ function shardPicture(columns, at) {
   const shape = columns.shape(at), shards = columns.shards(at);
   const [rows, across] = drawnDimensions(shape, shards);
   const tall = rows < 0 ? 1 : shape[rows], wide = across < 0 ? 1 : shape[across];
-  const width = 620, height = rows < 0 ? 70 : Math.max(90, Math.min(340, (width * tall) / Math.max(1, wide)));
+  const width = 460, height = rows < 0 ? 56 : Math.max(80, Math.min(300, (width * tall) / Math.max(1, wide)));
   const left = rows < 0 ? 8 : 58, top = 26;
   const x = linear(0, wide || 1, left, width - 8), y = linear(0, tall || 1, top, top + height);
   const files = [...new Set(shards.map((shard) => shard.file))];

@@ -3,7 +3,7 @@
 const views = [];  // filled by each view, in the order of the tabs; page.js shows them
 
 const PHASES = [["stall", "--warn"], ["staging", "--mid"], ["persist", "--pale"], ["commit", "--ink"]];
-const LANES = { top: 190, least: 3, most: 16, left: 62, right: 14 };
+const LANES = { top: 190, least: 3, most: 16, left: 78, right: 14 };
 
 const lasted = (save) => (save.staging_s ?? save.stall_s ?? 0) + (save.persist_s ?? 0) + (save.commit_s ?? 0);
 const endOf = (save) => Math.max(save.began + lasted(save), save.outcome === "published" ? save.began : save.t);
@@ -228,7 +228,7 @@ const timeline = {
     const most = known.reduce((found, save) => Math.max(found, value(save)), 0) || 1;
     const y = linear(0, most, top + tall, top);
     context.fillStyle = ink("--soft");
-    context.fillText(fitted(context, text(most), 58), 4, top + 4);
+    context.fillText(fitted(context, text(most), 74), 4, top + 4);
     context.fillStyle = ink(colour);
     const broad = Math.max(2, Math.min(7, (context.canvas.clientWidth - 80) / saves.length - 1));
     for (const save of known) {
@@ -359,7 +359,6 @@ function goodputCard() {
   const published = saves.filter((save) => save.outcome === "published");
   const failed = saves.filter((save) => save.outcome === "failed").length;
   const missed = summary.events.filter((event) => event.kind === "save.missed").length;
-  const tile = (name, value, note) => h("div", { class: "tile" }, h("dt", {}, name), h("dd", {}, value, note && h("small", {}, ` ${note}`)));
   const stalls = published.map((save) => save.stall_s);
   const longest = stalls.filter(isNumber).reduce((most, stall) => Math.max(most, stall), 0);
   const body = [h("dl", { class: "tiles" },

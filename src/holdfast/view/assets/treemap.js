@@ -1,4 +1,4 @@
-// Sizes as areas: squarified rectangles (Bruls, Huizing, van Wijk 2000), two levels at a time.
+// Sizes as areas: squarified rectangles (Bruls, Huizing, van Wijk 2000), a few levels of names in one another.
 
 /** Rectangles of ``items`` ({value}) within a box, as near to squares as a row at a time gets. */
 function squarified(items, x, y, width, height) {
@@ -35,6 +35,7 @@ function squarified(items, x, y, width, height) {
 }
 
 const TREEMAP_MOST = 600;
+const TREEMAP_LEVELS = 4;
 
 class Treemap {
   constructor(open) {
@@ -48,7 +49,7 @@ class Treemap {
         showTip(event, hit ? `${hit.node.path}\n${bytes(hit.node.nbytes)} (${percent(hit.node.nbytes / this.names.root.nbytes)})${hit.node.tensor < 0 ? `, ${plural(hit.node.count, "tensor")}` : ""}` : "");
       },
       onpointerleave: hideTip,
-      onclick: (event) => { const hit = this.at(event); if (hit) this.enter(hit.parent ?? hit.node); hideTip(); },
+      onclick: (event) => { const hit = this.at(event); if (hit) this.enter(hit.node.tensor >= 0 ? hit.node : hit.parent ?? hit.node); hideTip(); },
     });
     this.legend = h("ul", { class: "legend" });
     this.box = h("div", {}, this.crumbs, this.plot.box, this.legend);
@@ -96,17 +97,16 @@ class Treemap {
     if (!this.node) return;
     const items = (node) => this.names.below(node).map((child) => ({ node: child, value: child.nbytes }))
       .sort((a, b) => b.value - a.value).slice(0, TREEMAP_MOST);
-    for (const outer of squarified(items(this.node), 0, 0, width, height)) {
-      const node = outer.item.node;
-      const roomy = node.children.size && outer.width > 46 && outer.height > 40;
-      this.paint(context, outer, node, roomy);
-      this.boxes.push({ ...outer, node, parent: null });
-      if (!roomy) continue;
-      for (const inner of squarified(items(node), outer.x + 3, outer.y + 20, outer.width - 6, outer.height - 23)) {
-        this.paint(context, inner, inner.item.node, false);
-        this.boxes.push({ ...inner, node: inner.item.node, parent: node });
+    const lay = (node, box, level) => {
+      for (const found of squarified(items(node), box.x, box.y, box.width, box.height)) {
+        const child = found.item.node;
+        const roomy = child.children.size > 0 && level < TREEMAP_LEVELS && found.width > 54 && found.height > 44;
+        this.paint(context, found, child, roomy);
+        this.boxes.push({ ...found, node: child, parent: node === this.node ? null : node });
+        if (roomy) lay(child, { x: found.x + 3, y: found.y + 20, width: found.width - 6, height: found.height - 23 }, level + 1);
       }
-    }
+    };
+    lay(this.node, { x: 0, y: 0, width, height }, 1);
   }
 
   paint(context, { x, y, width, height }, node, isFrame) {
