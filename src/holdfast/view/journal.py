@@ -179,10 +179,10 @@ def _checked_start(line: dict[str, Any]) -> dict[str, Any]:
 def saves_of(journal: Journal) -> list[dict[str, Any]]:
     """Return every save that ended, or is in work, oldest first; of those before `RANK_ROWS_MAX` rows no ranks."""
     ended: list[dict[str, Any]] = []
-    open_: dict[tuple[object, object], dict[str, Any]] = {}
+    open_: dict[tuple[str | None, str | None, int | None], dict[str, Any]] = {}
     for line in journal.lines:
         kind = line["kind"]
-        key = (line.get("run"), line.get("attempt") or line.get("step"))
+        key = (_text(line.get("run"), 64), _text(line.get("name"), 300), _step(line.get("step")))
         if kind == "save.started":
             open_[key] = {**_save(line, "started"), "began": line["t"]}
         elif kind in ("save.published", "save.failed"):

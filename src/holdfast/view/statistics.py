@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -20,12 +21,14 @@ from holdfast.boxes import row_blocks, whole
 from holdfast.dtypes import ITEMSIZE
 from holdfast.errors import CheckpointNotFound, ConfigError
 from holdfast.loader.checkpoint import open_checkpoint, source_of
+from holdfast.loader.read import read_boxes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     from holdfast.boxes import Box
     from holdfast.loader.checkpoint import Checkpoint
+    from holdfast.loader.sources.holdfast import CheckpointSource
     from holdfast.plan.read import StoredTensor
 
 _Values: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
@@ -40,20 +43,40 @@ def statistics_of(path: str, name: str, *, bytes_max: int = READ_BYTES_MAX) -> d
     Raises `CheckpointNotFound` for an unknown name, and as `Checkpoint.read`.
     """
     checkpoint = open_checkpoint(path)
-    return _statistics(checkpoint, name, bytes_max)
+    parts, share = _parts(_stored(checkpoint, name), bytes_max)
+    if len(parts) == 1:
+        values = [_read(checkpoint, name, part) for part in parts]
+        return _described(lambda: values, share)
+    return _described(lambda: (_read(checkpoint, name, part) for part in parts), share)
 
 
 def all_statistics(path: str, *, bytes_max: int) -> dict[str, Any]:
     """Return `statistics_of` by name for tensors of up to ``bytes_max`` in all, the small ones first."""
-    checkpoint = open_checkpoint(path)
-    stored = source_of(checkpoint).tensors
-    left, found = bytes_max, {}
+    source = source_of(open_checkpoint(path))
+    stored = source.tensors
+    found: dict[str, Any] = {}
+    group: list[str] = []
+    read = held = 0
     for name in sorted(stored, key=lambda name: (_nbytes(stored[name]), name)):
-        left -= _nbytes(stored[name])
-        if left < 0:
+        read += _nbytes(stored[name])
+        if read > bytes_max:
             break
-        found[name] = _statistics(checkpoint, name, bytes_max)
-    return found
+        if held + _nbytes(stored[name]) > PART_BYTES:
+            found |= _of_group(source, group)
+            group, held = [], 0
+        if _nbytes(stored[name]) > PART_BYTES:
+            found[name] = statistics_of(path, name)
+        else:
+            group.append(name)
+            held += _nbytes(stored[name])
+    return found | _of_group(source, group)
+
+
+def _of_group(source: CheckpointSource, names: list[str]) -> dict[str, Any]:
+    """Describe small tensors, read together: what a read costs is files and threads, not bytes."""
+    read = read_boxes(source, [(name, whole(source.tensors[name].shape)) for name in names]) if names else ()
+    values = {name: _plain(tensor) for name, tensor in zip(names, read, strict=True)}
+    return {name: _described(partial(list, [array]), 1.0) for name, array in values.items()}
 
 
 def difference_of(path: str, other: str, name: str, *, bytes_max: int = READ_BYTES_MAX) -> dict[str, Any]:
@@ -96,47 +119,35 @@ def _parts(tensor: StoredTensor, bytes_max: int) -> tuple[list[Box], float]:
 
 def _read(checkpoint: Checkpoint, name: str, part: Box) -> _Values:
     index = tuple(slice(start, stop) for start, stop in zip(part.offsets, part.stops, strict=True))
-    values = checkpoint.read(name, index).reshape(-1)
-    found: _Values = (values.abs() if values.is_complex() else values).to(torch.float64).numpy()
+    return _plain(checkpoint.read(name, index))
+
+
+def _plain(values: torch.Tensor) -> _Values:
+    flat = values.reshape(-1)
+    found: _Values = (flat.abs() if flat.is_complex() else flat).to(torch.float64).numpy()
     return found
 
 
-def _statistics(checkpoint: Checkpoint, name: str, bytes_max: int) -> dict[str, Any]:
-    stored = _stored(checkpoint, name)
-    parts, share = _parts(stored, bytes_max)
+def _described(read: Callable[[], Iterable[_Values]], share: float) -> dict[str, Any]:
+    """Describe the values that ``read`` gives, part by part, each time it is called: once, and for the bins again."""
     moments = _Moments()
-    for values in _finite(checkpoint, name, parts, moments):
+    for values in read():
         moments.add(values)
     found = {**moments.document(), "share_read": share, "histogram": None}
-    if moments.count and moments.most >= moments.least:
+    if moments.count:
         # One value, or two that float64 can't tell apart by 64 bins, has one bin of some width around it.
         half = max(abs(moments.least), 1.0) / 2 if moments.least == moments.most else 0.0
         low, high = moments.least - half, moments.most + half
         counts = np.zeros(BINS, dtype=np.int64)
-        for values in _finite(checkpoint, name, parts):
-            counts += np.histogram(values, BINS, (low, high))[0]
-        found["histogram"] = {"low": low, "high": high, "counts": [int(count) for count in counts]}
+        for values in read():
+            counts += np.histogram(values[np.isfinite(values)], BINS, (low, high))[0]
+        found["histogram"] = {"low": low, "high": high, "counts": counts.tolist()}
     return found
-
-
-def _finite(
-    checkpoint: Checkpoint, name: str, parts: Iterable[Box], moments: _Moments | None = None
-) -> Iterator[_Values]:
-    """Yield the finite values of each part; counts the others in ``moments``."""
-    for part in parts:
-        values = _read(checkpoint, name, part)
-        finite = np.isfinite(values)
-        if moments is not None:
-            nans = int(np.isnan(values).sum())
-            moments.elements += values.size
-            moments.nans += nans
-            moments.infinite += values.size - int(finite.sum()) - nans
-        yield values[finite]
 
 
 @dataclass(slots=True)
 class _Moments:
-    """Sums over the finite values seen."""
+    """Counts of all values seen, and sums over the finite ones."""
 
     elements: int = 0
     nans: int = 0
@@ -149,6 +160,12 @@ class _Moments:
     most: float = -math.inf
 
     def add(self, values: _Values) -> None:
+        finite = np.isfinite(values)
+        nans = int(np.isnan(values).sum())
+        self.elements += values.size
+        self.nans += nans
+        self.infinite += values.size - int(finite.sum()) - nans
+        values = values[finite]
         if not values.size:
             return
         self.count += values.size

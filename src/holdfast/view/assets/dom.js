@@ -30,11 +30,14 @@ function card(title, note, ...body) {
 /** A small table: titles, rows of cells (texts or nodes), numbers of the columns that end alike. */
 function plainTable(caption, titles, rows, ends = []) {
   const side = (column) => (ends.includes(column) ? "end" : null);
-  return h("div", { class: "plainwrap" },
+  const box = h("div", { class: "plainwrap", role: "group", "aria-label": caption },
     h("table", { class: "plain" },
       h("caption", {}, caption),
       h("thead", {}, h("tr", {}, titles.map((title, at) => h("th", { scope: "col", class: side(at) }, title)))),
       h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, at) => h("td", { class: side(at) }, cell)))))));
+  // What is too wide scrolls, so the keyboard must reach it.
+  new ResizeObserver(() => { box.tabIndex = box.scrollWidth > box.clientWidth ? 0 : -1; }).observe(box);
+  return box;
 }
 
 /** A figure with its name above it and a note behind it, for a list of the class "tiles". */

@@ -51,7 +51,7 @@ const lineage = {
     return h("div", { class: "two" },
       card("Weight versions", "from the journal", plainTable("Versions, the newest first", ["version", "step", "published", "received", "slowest", "who has it now"],
         [...versions.values()].sort((a, b) => b.version - a.version).slice(0, 100).map((row) => [String(row.version), row.step === null ? NONE : count(row.step),
-          when(row.published), count(row.received), seconds(row.slowest || null), have(row.version).slice(0, 12).join(", ") || NONE]), [1, 3, 4])),
+          h("span", { class: "nowrap" }, when(row.published)), count(row.received), seconds(row.slowest || null), have(row.version).slice(0, 12).join(", ") || NONE]), [1, 3, 4])),
       card("Who has which", null, plainTable("Receivers", ["receiver", "version", "behind", "since"], [...holders].sort(([a], [b]) => natural(a, b)).map(([name, event]) => [
         name, String(event.version), newest - event.version ? h("span", { class: "chip warn" }, count(newest - event.version)) : h("span", { class: "chip good" }, "newest"), `${ago(event.t)} ago`]), [])));
   },

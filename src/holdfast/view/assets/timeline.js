@@ -67,7 +67,7 @@ const timeline = {
         { title: "staging", end: true, value: (save) => save.staging_s, cell: (save) => seconds(save.staging_s) },
         { title: "persist", end: true, value: (save) => save.persist_s, cell: (save) => seconds(save.persist_s) },
         { title: "commit", end: true, value: (save) => save.commit_s, cell: (save) => seconds(save.commit_s) },
-        { title: "per second", end: true, value: speedOf, cell: (save) => bytes(speedOf(save)) },
+        { title: "speed", end: true, value: speedOf, cell: (save) => (speedOf(save) ? `${bytes(speedOf(save))}/s` : NONE) },
       ],
     });
     this.events = h("div", {});
@@ -163,7 +163,7 @@ const timeline = {
           ["stall", isNumber(save.stall_s) ? seconds(save.stall_s) : null],
           ["staging, persist, commit", isNumber(save.persist_s) ? `${seconds(save.staging_s)}, ${seconds(save.persist_s)}, ${seconds(save.commit_s)}` : null],
           ["size", isNumber(save.nbytes) ? bytes(save.nbytes) : null],
-          ["per second", speedOf(save) ? bytes(speedOf(save)) : null],
+          ["speed", speedOf(save) ? `${bytes(speedOf(save))}/s` : null],
           ["slowest rank", slowest && save.ranks.length > 1 ? `${slowest[0]}: ${seconds((slowest[3] ?? 0) + (slowest[4] ?? 0))}` : null],
           ["tensors", known && save.kind === "checkpoint" ? link("open the checkpoint", "checkpoint", save.name) : null],
         ]),
@@ -400,7 +400,7 @@ function eventsCard() {
   if (!rows.length) return null;
   return card("What else happened", rows.length === 200 ? "the newest 200" : null,
     plainTable("Other events, the newest first", ["when", "what", ""], rows.map((event) => [
-      when(event.t),
+      h("span", { class: "nowrap" }, when(event.t)),
       h("span", { class: `chip ${event.kind === "warning" || event.kind === "load.fallback" ? "warn" : ""}` }, event.kind.replaceAll(".", " ")),
       EVENT_TEXT[event.kind]?.(event) ?? ""])));
 }
