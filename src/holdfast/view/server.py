@@ -217,6 +217,7 @@ def listen(port: int) -> socket.socket:
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind((LOOPBACK, port))
+        found.listen()  # who is told the port may ask at once
     except OSError as error:
         found.close()
         message = f"port {port} of {LOOPBACK} can't be listened on: {error.strerror}; choose another with --port"

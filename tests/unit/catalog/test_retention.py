@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from holdfast.catalog.retention import Best, CheckpointEntry, Keep, Lineage, decode_lineage, select_deletions
+from holdfast.catalog.retention import Best, CheckpointEntry, Keep, Lineage, decode_lineage, select_deletions, why_kept
 from holdfast.errors import ConfigError
 
 
@@ -120,3 +120,33 @@ def test_a_lineage_that_no_run_has_is_none(noted):
 )
 def test_a_lineage_is_read_as_it_was_noted(lineage):
     assert decode_lineage(lineage.encode()) == lineage
+
+
+def test_each_rule_says_what_it_keeps():
+    made = [
+        *(CheckpointEntry(step, 60.0 * step, {"loss": 1 / step}) for step in (1, 2, 3, 4)),
+        CheckpointEntry(5, 300.0, {"loss": 0.1}, pinned=True, leased=True),
+        CheckpointEntry(6, 360.0, resumable=False),
+    ]
+    keep = Keep(last=2, every=4, minutes=5, best=Best("loss"))
+    assert why_kept(made, keep, published=6) == {
+        1: ["minutes"],
+        4: ["every"],
+        5: ["pinned", "leased", "resumable", "last", "minutes", "best"],
+        6: ["published", "newest", "model", "last"],
+    }
+
+
+def test_what_always_holds_is_kept_whatever_the_rules():
+    left = [CheckpointEntry(4, 0.0, resumable=False), CheckpointEntry(5, 0.0)]
+    run = [CheckpointEntry(step, 0.0, lineage=Lineage(1, ((0, 2),))) for step in (3, 6)]
+    assert why_kept([*left, *run], None) == {6: ["newest", "resumable"], 4: ["model"]}
+
+
+def test_an_anchor_is_kept_for_its_deltas():
+    made = [CheckpointEntry(1, 0.0, origin="a"), CheckpointEntry(2, 0.0, origin="b", needs=("a",))]
+    assert why_kept(made, Keep(last=1)) == {2: ["newest", "resumable", "last"], 1: ["chain"]}
+
+
+def test_with_no_bound_all_are_among_the_last():
+    assert why_kept(entries(1, 2), Keep(last=None)) == {1: ["last"], 2: ["newest", "resumable", "last"]}

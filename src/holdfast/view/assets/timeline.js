@@ -77,7 +77,7 @@ const timeline = {
           h("div", { class: "bar" }, button("−", "zoom out", () => this.zoom(2)), button("+", "zoom in", () => this.zoom(0.5)),
             button("Show all", "show all of the time", () => this.look(null)))),
         this.plot.box,
-        h("ul", { class: "legend" }, PHASES.map(([name, colour]) => legendItem(name === "stall" ? "stall: training waits" : name, `var(${colour})`)),
+        summary.journal.present && h("ul", { class: "legend" }, PHASES.map(([name, colour]) => legendItem(name === "stall" ? "stall: training waits" : name, `var(${colour})`)),
           legendItem("failed", "var(--bad)"))),
       this.detail,
       card("All saves", null, this.grid.box),
@@ -91,7 +91,7 @@ const timeline = {
     replace(this.tiles, goodputCard());
     const ranks = Math.max(1, ...saves.map((save) => save.ranks.length));
     this.lane = Math.max(LANES.least, Math.min(LANES.most, 300 / ranks));
-    this.plot.box.style.height = `${Math.ceil(LANES.top + ranks * this.lane + 30)}px`;
+    this.plot.box.style.height = `${journal.present ? Math.ceil(LANES.top + ranks * this.lane + 30) : LANES.top}px`;
     this.ranks = ranks;
     this.grid.show(saves);
     this.chosen = this.chosen && (saves.find((save) => save.t === this.chosen.t && save.step === this.chosen.step) ?? null);
@@ -179,9 +179,11 @@ const timeline = {
     this.drawTimes(context, x, from, to, width, height);
     this.drawRuns(context, x, width);
     const near = summary.saves.filter((save) => endOf(save) >= from && save.began <= to);
-    this.drawSeries(context, x, near, { top: 44, tall: 52, title: "stall", value: (save) => save.stall_s, text: seconds, colour: "--warn" });
-    this.drawSeries(context, x, near, { top: 118, tall: 44, title: "speed", value: speedOf, text: (value) => `${bytes(value)}/s`, colour: "--accent" });
-    this.drawLanes(context, x, near, width);
+    if (summary.journal.present) {
+      this.drawSeries(context, x, near, { top: 44, tall: 52, title: "stall", value: (save) => save.stall_s, text: seconds, colour: "--warn" });
+      this.drawSeries(context, x, near, { top: 118, tall: 44, title: "speed", value: speedOf, text: (value) => `${bytes(value)}/s`, colour: "--accent" });
+      this.drawLanes(context, x, near, width);
+    } else this.drawSeries(context, x, near, { top: 44, tall: 116, title: "size", value: (save) => save.nbytes, text: bytes, colour: "--mid" });
   },
 
   drawTimes(context, x, from, to, width, height) {
