@@ -48,8 +48,8 @@ function layerAndKind(name) {
 
 const MEASURES = {
   share: { title: "share of bytes changed", of: (row) => row.share, text: percent, most: 1 },
-  relative: { title: "relative change of values", of: (row) => row.values?.relative ?? null, text: figure },
-  max_abs: { title: "largest change of a value", of: (row) => row.values?.max_abs ?? null, text: figure },
+  relative: { title: "relative change of values", of: (row) => (row.kind === "same" ? 0 : row.values?.relative ?? null), text: figure },
+  max_abs: { title: "largest change of a value", of: (row) => (row.kind === "same" ? 0 : row.values?.max_abs ?? null), text: figure },
 };
 const HEAT = { cell: 22, left: 190, top: 116, columns: 48, rows: 400 };
 

@@ -18,7 +18,7 @@ const h = (tag, attributes = {}, ...children) => fill(document.createElement(tag
 const svg = (tag, attributes = {}, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
 const byId = (id) => document.getElementById(id);
 
-/** Put ``children`` in the place of what is in ``node``, only if that is something else by its key. */
+/** Put ``children`` in the place of what is in ``node``. */
 function replace(node, ...children) {
   node.replaceChildren(...children.flat(2).filter((child) => child !== null && child !== undefined && child !== false));
 }
@@ -27,17 +27,20 @@ function card(title, note, ...body) {
   return h("section", { class: "card" }, title && h("header", {}, h("h2", {}, title), note && h("p", {}, note)), ...body);
 }
 
+/** A box for what may be too wide: it scrolls then, and the keyboard can reach it. */
+function sideways(label, node) {
+  const box = h("div", { class: "plainwrap", role: "group", "aria-label": label }, node);
+  new ResizeObserver(() => { box.tabIndex = box.scrollWidth > box.clientWidth ? 0 : -1; }).observe(box);
+  return box;
+}
+
 /** A small table: titles, rows of cells (texts or nodes), numbers of the columns that end alike. */
 function plainTable(caption, titles, rows, ends = []) {
   const side = (column) => (ends.includes(column) ? "end" : null);
-  const box = h("div", { class: "plainwrap", role: "group", "aria-label": caption },
-    h("table", { class: "plain" },
-      h("caption", {}, caption),
-      h("thead", {}, h("tr", {}, titles.map((title, at) => h("th", { scope: "col", class: side(at) }, title)))),
-      h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, at) => h("td", { class: side(at) }, cell)))))));
-  // What is too wide scrolls, so the keyboard must reach it.
-  new ResizeObserver(() => { box.tabIndex = box.scrollWidth > box.clientWidth ? 0 : -1; }).observe(box);
-  return box;
+  return sideways(caption, h("table", { class: "plain" },
+    h("caption", {}, caption),
+    h("thead", {}, h("tr", {}, titles.map((title, at) => h("th", { scope: "col", class: side(at) }, title)))),
+    h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, at) => h("td", { class: side(at) }, cell)))))));
 }
 
 /** A figure with its name above it and a note behind it, for a list of the class "tiles". */

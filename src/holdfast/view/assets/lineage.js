@@ -106,7 +106,7 @@ function branchPicture(rows, known, order) {
         onpointermove: (event) => showTip(event, told), onpointerleave: hideTip, onclick: () => go("checkpoint", row.name) }));
     }
   }
-  return h("div", { class: "plainwrap" }, svg("svg", { viewBox: `0 0 ${width} ${height}`, width: "100%", role: "img", style: { "min-width": "560px" },
+  return sideways("Branches", svg("svg", { viewBox: `0 0 ${width} ${height}`, width: "100%", role: "img", style: { "min-width": "760px" },
     "aria-label": `${plural(rows.length, "step")} on ${plural(order.length, "branch", "branches")}, from ${least} to ${most}` }, parts));
 }
 

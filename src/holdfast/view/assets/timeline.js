@@ -2,11 +2,14 @@
 
 const views = [];  // filled by each view, in the order of the tabs; page.js shows them
 
-const PHASES = [["stall", "--warn"], ["staging", "--mid"], ["persist", "--pale"], ["commit", "--ink"]];
+const PHASES = [["stall", "--warn"], ["staging", "--mid"], ["persist", "--pale"], ["commit", "--soft"]];
 const LANES = { top: 190, least: 3, most: 16, left: 78, right: 14 };
 
-const lasted = (save) => (save.staging_s ?? save.stall_s ?? 0) + (save.persist_s ?? 0) + (save.commit_s ?? 0);
-const endOf = (save) => Math.max(save.began + lasted(save), save.outcome === "published" ? save.began : save.t);
+/** Where the copies of a rank, [rank, began, stall, staging, persist, bytes], are durable. */
+const durableAt = (save, [, began, , staging, persist]) => (began ?? save.began) + (staging ?? 0) + (persist ?? 0);
+const startOf = (save) => save.ranks.reduce((first, row) => Math.min(first, row[1] ?? first), save.began);
+const endOf = (save) => (save.outcome === "published" || save.ranks.length
+  ? Math.max(...ranksOf(save).map((row) => durableAt(save, row))) + (save.commit_s ?? 0) : save.t);
 const speedOf = (save) => {
   const took = (save.staging_s ?? 0) + (save.persist_s ?? 0);
   return save.outcome === "published" && save.nbytes && took ? save.nbytes / took : null;
@@ -15,15 +18,11 @@ const saveTitle = (save) => `${save.name ?? (save.step === null ? "save" : `step
 
 /** The phases of one rank: [name, start, end]; a phase follows the one before, the stall lies at their start. */
 function phasesOf(save, rank) {
-  const [, began, stall, staging, persist] = rank;
+  const [, began, stall, staging] = rank;
   const start = began ?? save.began;
-  const copied = start + Math.max(staging ?? 0, 0);
-  const kept = copied + (persist ?? 0);
-  const found = [["staging", start, copied], ["persist", copied, kept]];
-  if (save.outcome === "published" && save.commit_s) {
-    const ready = save.ranks.length ? Math.max(...save.ranks.map((row) => (row[1] ?? save.began) + (row[3] ?? 0) + (row[4] ?? 0))) : kept;
-    found.push(["commit", ready, ready + save.commit_s]);
-  }
+  const copied = start + (staging ?? 0);
+  const found = [["staging", start, copied], ["persist", copied, durableAt(save, rank)]];
+  if (save.outcome === "published" && save.commit_s) found.push(["commit", endOf(save) - save.commit_s, endOf(save)]);
   found.push(["stall", start, start + (stall ?? 0)]);
   return found.filter(([, from, to]) => to > from);
 }
@@ -75,7 +74,7 @@ const timeline = {
       h("section", { class: "card" },
         h("header", {}, h("h2", {}, "Saves over time"),
           h("div", { class: "bar" }, button("−", "zoom out", () => this.zoom(2)), button("+", "zoom in", () => this.zoom(0.5)),
-            button("Show all", "show all of the time", () => this.look(null)))),
+            button("Show all", null, () => this.look(null)))),
         this.plot.box,
         summary.journal.present && h("ul", { class: "legend" }, PHASES.map(([name, colour]) => legendItem(name === "stall" ? "stall: training waits" : name, `var(${colour})`)),
           legendItem("failed", "var(--bad)"))),
@@ -103,7 +102,7 @@ const timeline = {
 
   all() {
     const { saves, runs } = summary;
-    const from = Math.min(...saves.map((save) => save.began), ...runs.map((run) => run.started));
+    const from = Math.min(...saves.map(startOf), ...runs.map((run) => run.started));
     const to = Math.max(...saves.map(endOf), ...runs.map((run) => run.last));
     if (!Number.isFinite(from)) return [summary.generated - 60, summary.generated];
     const edge = Math.max(0.5, (to - from) * 0.02);
@@ -138,8 +137,8 @@ const timeline = {
   choose(save, closely) {
     this.chosen = save;
     if (closely) {
-      const length = Math.max(endOf(save) - save.began, 0.02);
-      this.look([save.began - length * 0.15, save.began + length * 1.25]);
+      const length = Math.max(endOf(save) - startOf(save), 0.02);
+      this.look([startOf(save) - length * 0.1, endOf(save) + length * 0.15]);
       this.plot.box.scrollIntoView({ block: "nearest" });
     }
     this.tell();
@@ -178,7 +177,7 @@ const timeline = {
     this.x = x;
     this.drawTimes(context, x, from, to, width, height);
     this.drawRuns(context, x, width);
-    const near = summary.saves.filter((save) => endOf(save) >= from && save.began <= to);
+    const near = summary.saves.filter((save) => endOf(save) >= from && startOf(save) <= to);
     if (summary.journal.present) {
       this.drawSeries(context, x, near, { top: 44, tall: 52, title: "stall", value: (save) => save.stall_s, text: seconds, colour: "--warn" });
       this.drawSeries(context, x, near, { top: 118, tall: 44, title: "speed", value: speedOf, text: (value) => `${bytes(value)}/s`, colour: "--accent" });
@@ -192,7 +191,8 @@ const timeline = {
       context.fillStyle = ink("--line");
       context.fillRect(Math.round(x(at)), 30, 1, height - 52);
       context.fillStyle = ink("--soft");
-      context.fillText(text, Math.min(width - 24, Math.max(30, x(at))), height - 10);
+      const half = context.measureText(text).width / 2;
+      context.fillText(text, Math.min(width - half, Math.max(half, x(at))), height - 10);
     }
   },
 
@@ -259,7 +259,7 @@ const timeline = {
       const failed = save.outcome === "failed";
       if (save === this.chosen) {
         context.fillStyle = ink("--accent-soft");
-        context.fillRect(x(save.began) - 3, top - 6, Math.max(6, x(endOf(save)) - x(save.began) + 6), this.ranks * this.lane + 12);
+        context.fillRect(x(startOf(save)) - 3, top - 6, Math.max(6, x(endOf(save)) - x(startOf(save)) + 6), this.ranks * this.lane + 12);
       }
       const rows = save.ranks.length ? save.ranks : ranksOf(save);
       const wholly = save.ranks.length ? 1 : this.ranks;
@@ -270,8 +270,8 @@ const timeline = {
         context.fillRect(start - 0.75, y, 1.5, tall);
         for (const [name, begins, ends] of phasesOf(save, rank)) {
           context.fillStyle = failed && name !== "stall" ? bad : colours[name];
-          const thin = name === "stall" ? Math.max(2, tall / 3) : tall;
-          context.fillRect(x(begins), y, Math.max(1, x(ends) - x(begins)), thin);
+          const thin = name === "stall" || name === "commit" ? Math.max(2, tall / 3) : tall;
+          context.fillRect(x(begins), name === "commit" ? y + (tall - thin) / 2 : y, Math.max(1, x(ends) - x(begins)), thin);
         }
       });
       if (failed && !save.ranks.length) {
@@ -285,7 +285,7 @@ const timeline = {
   nearest(offset) {
     let found = null, least = 26;
     for (const save of summary.saves) {
-      const start = this.x(save.began), end = this.x(endOf(save));
+      const start = this.x(startOf(save)), end = this.x(endOf(save));
       const distance = offset < start ? start - offset : offset > end ? offset - end : 0;
       if (distance < least) [found, least] = [save, distance];
     }
@@ -401,7 +401,7 @@ function eventsCard() {
   const rows = summary.events.filter((event) => !event.kind.startsWith("version.")).slice(-200).reverse();
   if (!rows.length) return null;
   return card("What else happened", rows.length === 200 ? "the newest 200" : null,
-    plainTable("Other events, the newest first", ["when", "what", ""], rows.map((event) => [
+    plainTable("Other events, the newest first", ["when", "what", "of what"], rows.map((event) => [
       h("span", { class: "nowrap" }, when(event.t)),
       h("span", { class: `chip ${event.kind === "warning" || event.kind === "load.fallback" ? "warn" : ""}` }, event.kind.replaceAll(".", " ")),
       EVENT_TEXT[event.kind]?.(event) ?? ""])));
