@@ -101,8 +101,9 @@ class Browser:
         )
 
     def prefer(self, scheme: str) -> None:
-        """Prefer ``light`` or ``dark``."""
-        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        """Prefer ``light`` or ``dark``, and no motion: colours are what they are at once."""
+        wanted = {"prefers-color-scheme": scheme, "prefers-reduced-motion": "reduce"}
+        features = [{"name": name, "value": value} for name, value in wanted.items()]
         self._cdp("Emulation.setEmulatedMedia", {"features": features})
 
     def watch(self) -> None:

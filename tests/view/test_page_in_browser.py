@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -21,6 +22,21 @@ from job import Job
 from large_root import make_root
 
 import holdfast
+from holdfast.format.manifest import (
+    FORMAT,
+    IndexObject,
+    IndexTensor,
+    Manifest,
+    ManifestReport,
+    RankIndex,
+    Report,
+    ReportFile,
+    encode_index,
+    encode_manifest,
+    encode_report,
+    report_name,
+)
+from holdfast.format.sealed import xxh3_128
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
@@ -237,6 +253,88 @@ def test_axe_finds_nothing_serious(opened, scheme, width):
         found = opened.run(SERIOUS)
         assert found == [], (route, json.dumps(found, indent=1))
     opened.prefer("light")
+
+
+def hostile_root(root: Path) -> None:
+    """A checkpoint whose manifest, report and journal say what no run would, all of it well-formed."""
+    attempt, name = "0" * 12, EVIL
+    names = [
+        EVIL,
+        "__proto__.x",
+        "constructor",
+        "",
+        ".",
+        "a.b." * 2000,
+        "n" * 20_000,
+        "\u202e\n\t",
+        "layers.0.w",
+        "layers.00.w",
+    ]
+    shapes = [(0,), (), (2, 2), (1 << 40, 0), (1,) * 40]
+    rows = [
+        IndexTensor(tensor, (tensor,), "float32", shape, (0,) * len(shape), shape, 0, 0, 0, math.prod(shape) * 4, 64)
+        for tensor, shape in ((tensor, shapes[at % 5]) for at, tensor in enumerate(names))
+    ]
+    index = encode_index(RankIndex(tuple(rows), (IndexObject(EVIL, (EVIL,), 0, 0, 64),)))
+    files = (ReportFile("data", 64, bytes(8)),)
+    data = encode_report(Report(attempt, 1, 0, 1, files, bytes(8 * len(rows)), index))
+    line = ManifestReport(0, report_name(0), len(data), xxh3_128(data), 64)
+    metrics = {EVIL: math.inf, "__proto__": 1.0, "constructor": math.nan, "\ud800": 2.0}
+    extra = {"parent": EVIL, "lineage": [[0, 5], 3], "course": EVIL, "suspicious": EVIL}
+    manifest = Manifest(
+        FORMAT, name, attempt, 10**30, 1, "9999-12-31T23:59:59", metrics, True, {EVIL: EVIL}, (line,), (), extra
+    )
+    for place in (name, "step-1"):
+        (root / place).mkdir(parents=True)
+        (root / place / report_name(0)).write_bytes(data)
+        (root / place / "holdfast.json").write_bytes(encode_manifest(manifest))
+    (root / ".holdfast").mkdir()
+    fields = {
+        "name": EVIL,
+        "step": -5,
+        "error": EVIL,
+        "message": EVIL,
+        "rank": 10**20,
+        "ranks": [[10**9, 0, 1e300, -5, None, -1]],
+    }
+    kinds = (
+        "run.started",
+        "save.started",
+        "save.failed",
+        "save.published",
+        "warning",
+        "version.received",
+        "verify",
+        EVIL,
+    )
+    lines = [
+        json.dumps({"v": 1, "t": at, "run": EVIL, "kind": kind, **fields}) for at in (0, 99999999999) for kind in kinds
+    ]
+    (root / ".holdfast" / "journal.jsonl").write_text("\n".join(lines))
+
+
+def test_a_checkpoint_of_anybody_is_text(window, tmp_path):
+    hostile_root(tmp_path / "root")
+    out = tmp_path / "report.html"
+    command = [sys.executable, "-m", "holdfast", "report", str(tmp_path / "root"), "-o", str(out)]
+    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    window.open(out.as_uri())
+    for route in (
+        *((view,) for view in VIEWS),
+        ("checkpoint", EVIL, "constructor"),
+        ("tensor", EVIL, "constructor"),
+        ("a", "%"),
+    ):
+        window.go(*route)
+        window.wait("return document.querySelector('[role=tabpanel]:not([hidden]) :is(tr, p, svg)')")
+    window.go("checkpoint", EVIL)
+    window.wait("return document.querySelector('#panel-checkpoint tr.row')")
+    assert window.run("return document.querySelector('#panel-checkpoint').innerText.includes(arguments[0])", EVIL)
+    for _ in range(6):
+        window.press("End")
+    assert window.run("return document.querySelectorAll('img').length") == 0
+    assert window.bad() == []
+    assert window.requests() == []
 
 
 def test_a_root_of_a_terabyte_opens_in_a_second(window, tmp_path, figures):

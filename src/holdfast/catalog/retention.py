@@ -207,61 +207,49 @@ def select_deletions(entries: Sequence[CheckpointEntry], keep: Keep, published: 
 
     published: the step whose publication this follows, if any.
     """
-    kept = why_kept(entries, keep, published)
-    return [] if keep.last is None else sorted(entry.step for entry in entries if entry.step not in kept)
+    return [step for step, reasons in reasons_to_keep(entries, keep, published).items() if not reasons]
 
 
-Reason = Literal[
-    "pinned", "leased", "published", "newest", "resumable", "model", "last", "every", "minutes", "best", "chain"
-]
-"""What keeps a checkpoint: pinned, leased and published say it themselves; newest, resumable, model and chain are the
-rules that hold whatever is set; the others are fields of `Keep`."""
+def reasons_to_keep(
+    entries: Sequence[CheckpointEntry], keep: Keep, published: int | None = None
+) -> dict[int, tuple[str, ...]]:
+    """Return why each step stays, in words, by ascending step; none for one that is to be deleted. Pure.
 
-
-def why_kept(
-    entries: Sequence[CheckpointEntry], keep: Keep | None, published: int | None = None
-) -> dict[int, list[Reason]]:
-    """Return for each step that is kept all that keeps it; keep: None for what holds whatever the rules. Pure."""
+    Arguments as for `select_deletions`.
+    """
     ordered = sorted(entries, key=lambda entry: entry.step)
     assert len({entry.step for entry in ordered}) == len(ordered), "two entries of one step"
-    kept: dict[int, list[Reason]] = {}
+    found: dict[int, list[str]] = {entry.step: [] for entry in ordered}
 
-    def note(reason: Reason, steps: Iterable[int]) -> None:
+    def stays(why: str, steps: Iterable[int]) -> None:
         for step in steps:
-            kept.setdefault(step, []).append(reason)
+            found[step].append(why)
 
-    note("pinned", (entry.step for entry in ordered if entry.pinned))
-    note("leased", (entry.step for entry in ordered if entry.leased))
-    note("published", (entry.step for entry in ordered if entry.step == published))
     by_age = in_order(ordered, lambda entry: (entry.step, entry.lineage))
-    note("newest", (entry.step for entry in by_age[-1:]))  # resumable or not, it defines the order of the others
-    note("resumable", [entry.step for entry in by_age if entry.resumable][-1:])
     models = [entry for entry in by_age if not entry.resumable]
     course = newest_of(entry.lineage for entry in ordered)
-    left = [entry for entry in models[:-1] if not course.holds(entry.lineage.branch, entry.step)]
-    note("model", (entry.step for entry in (*left, *models[-1:])))
-    if keep is not None:
-        _note_rules(ordered, by_age, keep, note)
-    needed = {attempt for entry in ordered if entry.step in kept for attempt in entry.needs}
-    note("chain", [entry.step for entry in ordered if entry.origin in needed])
-    return kept
-
-
-def _note_rules(
-    ordered: Sequence[CheckpointEntry],
-    by_age: Sequence[CheckpointEntry],
-    keep: Keep,
-    note: Callable[[Reason, Iterable[int]], None],
-) -> None:
-    """Note what each field of ``keep`` keeps."""
-    last = len(by_age) if keep.last is None else keep.last
-    note("last", (entry.step for entry in by_age[max(0, len(by_age) - last) :]))
+    stays("pinned", (entry.step for entry in ordered if entry.pinned))
+    stays("being loaded", (entry.step for entry in ordered if entry.leased))
+    stays("just published", (entry.step for entry in ordered if entry.step == published))
+    # Resumable or not, the newest defines the order of the others.
+    stays("the newest", (entry.step for entry in by_age[-1:]))
+    stays("the newest to resume from", [entry.step for entry in by_age if entry.resumable][-1:])
+    stays("the newest model", (entry.step for entry in models[-1:]))
+    abandoned = (entry.step for entry in models if not course.holds(entry.lineage.branch, entry.step))
+    stays("the model of an abandoned run", abandoned)
+    if keep.last is None:
+        stays("all are kept", (entry.step for entry in ordered))
+    else:
+        stays(f"last {keep.last}", (entry.step for entry in by_age[max(0, len(by_age) - keep.last) :]))
     if keep.every is not None:
-        note("every", [entry.step for entry in ordered if entry.step % keep.every == 0])
+        stays(f"every {keep.every}", (entry.step for entry in ordered if entry.step % keep.every == 0))
     if keep.minutes is not None:
-        note("minutes", _first_of_each_slot(ordered, keep.minutes))
+        stays(f"first of {keep.minutes:g} minutes", _first_of_each_slot(ordered, keep.minutes))
     if keep.best is not None:
-        note("best", _best(ordered, keep.best))
+        stays(f"best {keep.best.metric}", _best(ordered, keep.best))
+    needed = {attempt for entry in ordered if found[entry.step] for attempt in entry.needs}
+    stays("a delta needs it", (entry.step for entry in ordered if entry.origin in needed))
+    return {step: tuple(reasons) for step, reasons in found.items()}
 
 
 def _first_of_each_slot(ordered: Sequence[CheckpointEntry], minutes: float) -> list[int]:

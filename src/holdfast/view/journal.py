@@ -9,7 +9,8 @@ stores ``.holdfast/journal/{run}.jsonl``, one of each run.
       repeated   steps done again: from the last step heard of to the step resumed from, at that run's pace
 
 Guarantees: what isn't a line of a journal (a torn tail, damage, kinds of later versions) is skipped and counted; what
-is returned is plain JSON with the expected types, and bounded: at most `RANK_ROWS_MAX` rows of ranks, the newest.
+is returned is plain JSON with the expected types, and bounded: the newest `SAVES_MAX` saves and `RANK_ROWS_MAX` rows of
+ranks.
 Assumes: the clocks of a root's coordinators agree within seconds; a gap of clocks shows as no time, not as less.
 """
 
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
 FILE_BYTES_MAX: Final = 64 << 20
 """A journal is bounded far below this; a larger file isn't one."""
 RANK_ROWS_MAX: Final = 40_000
+SAVES_MAX: Final = 5_000
 EVENTS_MAX: Final = 2_000
+_TIME_END: Final = 1e11
 _FILES: Final = ("journal.old.jsonl", "journal.jsonl")
 _PHASES: Final = ("stall_s", "staging_s", "persist_s", "commit_s")
 _TOLD: Final = frozenset(
@@ -43,6 +46,8 @@ _TOLD: Final = frozenset(
     )
 )
 """Kinds that are shown as they are, one line each."""
+_WANTED: Final = ("closed", "exited")
+"""How runs end that somebody wanted to end."""
 
 
 @dataclass(slots=True)
@@ -52,8 +57,8 @@ class TrainingRun:
     id: str
     started: float
     last_sign: float
-    number: dict[str, Any] = field(default_factory=dict)
-    """What ``run.started`` says, by the names it has there."""
+    told: dict[str, Any] = field(default_factory=dict)
+    """What ``run.started`` says, by the names it has there; ``resumed_from`` may come later, as ``run.resumed``."""
     ended: str | None = None
     first_step_at: float | None = None
     beats: list[tuple[float, int]] = field(default_factory=list)
@@ -68,29 +73,26 @@ class TrainingRun:
 
     def document(self) -> dict[str, Any]:
         """Return what the page shows of the run."""
-        told = {name: self.number.get(name) for name in ("world", "host", "pid", "resumed_from", "holdfast", "torch")}
+        of_run = {name: self.told.get(name) for name in ("world", "host", "pid", "resumed_from", "holdfast", "torch")}
         return {
             "id": self.id,
             "started": self.started,
             "last": self.last_sign,
             "ended": self.ended,
             "steps": [min(steps), max(steps)] if (steps := [step for _, step in self.beats]) else None,
-            **told,
+            **of_run,
         }
 
 
 @dataclass(frozen=True, slots=True)
-class Journal:
+class JournalLines:
     """What was read: lines in order of time, and how many weren't lines."""
 
     lines: list[dict[str, Any]]
     skipped: int = 0
 
-    def __bool__(self) -> bool:
-        return bool(self.lines)
 
-
-def read_journal(storage: Readable) -> Journal:
+def read_journal(storage: Readable) -> JournalLines:
     """Read all there is; an absent journal has no lines. Never raises for what the files hold or lack."""
     lines: list[dict[str, Any]] = []
     skipped = 0
@@ -107,7 +109,7 @@ def read_journal(storage: Readable) -> Journal:
             elif line.strip():
                 skipped += 1
     lines.sort(key=lambda line: line["t"])
-    return Journal(lines, skipped)
+    return JournalLines(lines, skipped)
 
 
 def _names(storage: Readable) -> list[str]:
@@ -124,9 +126,15 @@ def _decoded(line: bytes) -> dict[str, Any] | None:
         found = msgspec.json.decode(line)
     except (msgspec.DecodeError, RecursionError):
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("kind"), str) or _number(found.get("t")) is None:
+    if not isinstance(found, dict) or not isinstance(found.get("kind"), str) or _time(found.get("t")) is None:
         return None
     return found
+
+
+def _time(value: object) -> float | None:
+    """Return seconds since the epoch that a calendar knows."""
+    found = _number(value)
+    return found if found is not None and 0 <= found < _TIME_END else None
 
 
 def _number(value: object) -> float | None:
@@ -146,7 +154,7 @@ def _text(value: object, most: int = 1000) -> str | None:
 # Runs ----------------------------------------------------------------------------------------------------------
 
 
-def runs_of(journal: Journal) -> list[TrainingRun]:
+def runs_of(journal: JournalLines) -> list[TrainingRun]:
     """Return the runs, in the order in which they started."""
     found: dict[str, TrainingRun] = {}
     for line in journal.lines:
@@ -156,7 +164,9 @@ def runs_of(journal: Journal) -> list[TrainingRun]:
         step = _step(line.get("step"))
         match line["kind"]:
             case "run.started":
-                run.started, run.number = at, _checked_start(line)
+                run.started, run.told = at, _checked_start(line)
+            case "run.resumed":
+                run.told["resumed_from"] = step
             case "run.ended":
                 run.ended = _text(line.get("how"), 20) or "closed"
             case "step" | "save.started" | "save.published" if step is not None:
@@ -176,7 +186,7 @@ def _checked_start(line: dict[str, Any]) -> dict[str, Any]:
 # Saves and other events ----------------------------------------------------------------------------------------
 
 
-def saves_of(journal: Journal) -> list[dict[str, Any]]:
+def saves_of(journal: JournalLines) -> list[dict[str, Any]]:
     """Return every save that ended, or is in work, oldest first; of those before `RANK_ROWS_MAX` rows no ranks."""
     ended: list[dict[str, Any]] = []
     open_: dict[tuple[str | None, str | None, int | None], dict[str, Any]] = {}
@@ -188,7 +198,7 @@ def saves_of(journal: Journal) -> list[dict[str, Any]]:
         elif kind in ("save.published", "save.failed"):
             open_.pop(key, None)
             ended.append(_save(line, kind.removeprefix("save.")))
-    saves = sorted((*ended, *open_.values()), key=lambda save: (save["began"], save["t"]))
+    saves = sorted((*ended, *open_.values()), key=lambda save: (save["began"], save["t"]))[-SAVES_MAX:]
     left = RANK_ROWS_MAX
     for save in reversed(saves):
         left -= len(save["ranks"])
@@ -199,7 +209,7 @@ def saves_of(journal: Journal) -> list[dict[str, Any]]:
 
 def _save(line: dict[str, Any], outcome: str) -> dict[str, Any]:
     at = float(line["t"])
-    began = _number(line.get("began"))
+    began = _time(line.get("began"))
     phases = {name: _number(line.get(name)) for name in _PHASES}
     known = sum(value or 0 for name, value in phases.items() if name != "stall_s")
     return {
@@ -223,10 +233,10 @@ def _rank_rows(rows: object) -> Iterator[list[float | None]]:
     """Yield [rank, began, stall_s, staging_s, persist_s, nbytes] of each row that has a rank."""
     for row in rows if isinstance(rows, list) else ():
         if isinstance(row, list) and len(row) >= 6 and _step(row[0]) is not None:
-            yield [row[0], *(_number(value) for value in row[1:6])]
+            yield [row[0], _time(row[1]), *map(_number, row[2:6])]
 
 
-def events_of(journal: Journal) -> list[dict[str, Any]]:
+def events_of(journal: JournalLines) -> list[dict[str, Any]]:
     """Return what else happened, the newest `EVENTS_MAX`, oldest first: fields that are numbers, texts or lists."""
     told = [line for line in journal.lines if line["kind"] in _TOLD][-EVENTS_MAX:]
     return [
@@ -237,11 +247,11 @@ def events_of(journal: Journal) -> list[dict[str, Any]]:
 
 def _shown(value: object) -> object:
     if isinstance(value, list):
-        return [shown for item in value[:20] if (shown := _shown(item)) is not None and not isinstance(shown, list)]
+        return [_text(item) if isinstance(item, str) else item for item in value[:20] if isinstance(item, (str, int))]
     return _text(value) if isinstance(value, str) else _number(value)
 
 
-def verified_in(journal: Journal) -> dict[str, dict[str, Any]]:
+def verified_in(journal: JournalLines) -> dict[str, dict[str, Any]]:
     """Return when each checkpoint was last verified and the problems found, by name."""
     return {
         line["name"]: {"t": line["t"], "problems": _step(line.get("problems"))}
@@ -273,17 +283,17 @@ def goodput_of(runs: Sequence[TrainingRun], saves: Iterable[dict[str, Any]]) -> 
 
 def _idle_s(before: TrainingRun, after: TrainingRun) -> float:
     """Time between a run that was closed and the next: nobody wanted to train."""
-    return max(0.0, after.started - before.last_sign) if before.ended == "closed" else 0.0
+    return max(0.0, after.started - before.last_sign) if before.ended in _WANTED else 0.0
 
 
 def _restart_s(before: TrainingRun, after: TrainingRun) -> float:
-    since = after.started if before.ended == "closed" else before.last_sign
+    since = after.started if before.ended in _WANTED else before.last_sign
     return max(0.0, (after.started if after.first_step_at is None else after.first_step_at) - since)
 
 
 def _repeated_s(before: TrainingRun, after: TrainingRun) -> float:
-    steps, pace_s = after.number.get("steps_lost"), before.pace_s()
-    resumed = after.number.get("resumed_from")
+    steps, pace_s = after.told.get("steps_lost"), before.pace_s()
+    resumed = after.told.get("resumed_from")
     if steps is None and resumed is not None and before.beats:
         steps = max(step for _, step in before.beats) - resumed
     if not steps or steps < 0 or pace_s is None:

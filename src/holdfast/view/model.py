@@ -21,7 +21,7 @@ from holdfast._version import __version__
 from holdfast.catalog.catalog import entry_of
 from holdfast.catalog.course import PARENT
 from holdfast.catalog.listing import list_root
-from holdfast.catalog.retention import Best, CheckpointEntry, Keep, newest_of, why_kept
+from holdfast.catalog.retention import Best, CheckpointEntry, Keep, newest_of, reasons_to_keep
 from holdfast.errors import ConfigError
 from holdfast.storage.local import open_storage
 from holdfast.view.journal import TrainingRun, events_of, goodput_of, read_journal, runs_of, saves_of, verified_in
@@ -40,7 +40,9 @@ def summary_of(path: str) -> dict[str, Any]:
     runs = runs_of(journal)
     entries = _entries(listing)
     keep = keep_of(runs)
-    rows = _steps(listing, entries, why_kept(list(entries.values()), keep), verified_in(journal))
+    # Where the run's own rules are unknown, `Keep(last=0)` keeps what always stays, and nothing else.
+    kept = reasons_to_keep(list(entries.values()), keep or Keep(last=0))
+    rows = _steps(listing, entries, kept, verified_in(journal))
     saves = saves_of(journal)
     return {
         "schema": 1,
@@ -51,7 +53,7 @@ def summary_of(path: str) -> dict[str, Any]:
         "keep": _keep_document(keep),
         "steps": rows,
         "branches": branches_of(entries.values()),
-        "journal": {"present": bool(journal), "lines": len(journal.lines), "skipped": journal.skipped},
+        "journal": {"present": bool(journal.lines), "lines": len(journal.lines), "skipped": journal.skipped},
         "runs": [run.document() for run in runs],
         "beats": beats_of(runs),
         "saves": saves or _saves_of_manifests(rows),
@@ -78,7 +80,7 @@ def _entries(listing: RootListing) -> dict[str, CheckpointEntry]:
 def keep_of(runs: Sequence[TrainingRun]) -> Keep | None:
     """Return the retention of the last run that tells it; None if none does."""
     for run in reversed(runs):
-        told = run.number.get("config", {}).get("keep")
+        told = run.told.get("config", {}).get("keep")
         if isinstance(told, dict):
             best = told.get("best")
             try:
@@ -138,6 +140,7 @@ def _row(row: RootEntry, manifest: Manifest | None, verified: dict[str, Any] | N
         found["versions"] = manifest.versions
         parent = manifest.extra.get(PARENT)
         found["parent"] = parent if isinstance(parent, str) else None
+        found["suspicious"] = bool(manifest.extra.get("suspicious"))
     optional = {"chain": list(row.chain), "held_by": row.held_by, "error": row.error, "verified": verified}
     return {**found, **{name: value for name, value in optional.items() if value}}
 
@@ -175,7 +178,7 @@ def beats_of(runs: Iterable[TrainingRun], most: int = 2_000) -> list[list[float]
 def _saves_of_manifests(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a save for each published entry: when it was published is all that a manifest tells of its making."""
     unknown = dict.fromkeys(("stall_s", "staging_s", "persist_s", "commit_s", "run", "error", "message", "rank"))
-    found = [
+    found: list[dict[str, Any]] = [
         {
             **unknown,
             "t": row["created"],

@@ -15,6 +15,7 @@ import base64
 import gzip
 import hashlib
 import html
+import json
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Final
@@ -61,7 +62,7 @@ def render_page(
         before, _, after = found.partition(mark)
         assert after, f"page.html has no {mark}"
         found = f"{before}{part}{after}"
-    return found
+    return found.encode(errors="replace").decode()
 
 
 def policy(*, live: bool) -> str:
@@ -87,8 +88,11 @@ def script() -> str:
 
 
 def encode_json(value: object) -> bytes:
-    """Return ``value`` as JSON, compact."""
-    return msgspec.json.encode(value)
+    """Return ``value`` as JSON, compact; names that aren't Unicode, of files or in a manifest of anybody's, too."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
 def _json(value: object) -> str:

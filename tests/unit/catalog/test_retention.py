@@ -6,7 +6,15 @@ import math
 
 import pytest
 
-from holdfast.catalog.retention import Best, CheckpointEntry, Keep, Lineage, decode_lineage, select_deletions, why_kept
+from holdfast.catalog.retention import (
+    Best,
+    CheckpointEntry,
+    Keep,
+    Lineage,
+    decode_lineage,
+    reasons_to_keep,
+    select_deletions,
+)
 from holdfast.errors import ConfigError
 
 
@@ -129,24 +137,25 @@ def test_each_rule_says_what_it_keeps():
         CheckpointEntry(6, 360.0, resumable=False),
     ]
     keep = Keep(last=2, every=4, minutes=5, best=Best("loss"))
-    assert why_kept(made, keep, published=6) == {
-        1: ["minutes"],
-        4: ["every"],
-        5: ["pinned", "leased", "resumable", "last", "minutes", "best"],
-        6: ["published", "newest", "model", "last"],
+    assert reasons_to_keep(made, keep, published=6) == {
+        1: ("first of 5 minutes",),
+        2: (),
+        3: (),
+        4: ("every 4",),
+        5: ("pinned", "being loaded", "the newest to resume from", "last 2", "first of 5 minutes", "best loss"),
+        6: ("just published", "the newest", "the newest model", "last 2"),
     }
 
 
-def test_what_always_holds_is_kept_whatever_the_rules():
+def test_without_rules_of_the_run_only_what_always_holds_is_told():
     left = [CheckpointEntry(4, 0.0, resumable=False), CheckpointEntry(5, 0.0)]
     run = [CheckpointEntry(step, 0.0, lineage=Lineage(1, ((0, 2),))) for step in (3, 6)]
-    assert why_kept([*left, *run], None) == {6: ["newest", "resumable"], 4: ["model"]}
+    found = reasons_to_keep([*left, *run], Keep(last=0))
+    assert found[3] == found[5] == ()
+    assert found[6] == ("the newest", "the newest to resume from")
+    assert "the newest model" in found[4]
 
 
 def test_an_anchor_is_kept_for_its_deltas():
     made = [CheckpointEntry(1, 0.0, origin="a"), CheckpointEntry(2, 0.0, origin="b", needs=("a",))]
-    assert why_kept(made, Keep(last=1)) == {2: ["newest", "resumable", "last"], 1: ["chain"]}
-
-
-def test_with_no_bound_all_are_among_the_last():
-    assert why_kept(entries(1, 2), Keep(last=None)) == {1: ["last"], 2: ["newest", "resumable", "last"]}
+    assert reasons_to_keep(made, Keep(last=1))[1] == ("a delta needs it",)

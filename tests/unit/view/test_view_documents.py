@@ -67,7 +67,7 @@ def test_without_a_journal_only_what_always_holds_keeps_a_step(root):
     assert not summary["journal"]["present"]
     assert summary["keep"] is None
     assert summary["goodput"] is None
-    assert rows[250]["kept"] == ["newest", "resumable"]
+    assert rows[250]["kept"] == ["the newest", "the newest to resume from"]
     assert rows[200]["kept"] == ["pinned"]
     assert rows[400]["kept"] == []
     assert [save["step"] for save in summary["saves"]] == [100, 200, 300, 400, 250], "by time"
@@ -79,7 +79,7 @@ def test_without_a_journal_only_what_always_holds_keeps_a_step(root):
     [
         (
             {"last": 2, "every": 200, "best": {"metric": "loss", "mode": "min", "n": 1}},
-            {200: ["pinned", "last", "every"], 400: ["every", "best"]},
+            {200: ["pinned", "last 2", "every 200"], 400: ["every 200", "best loss"]},
         ),
         ({"last": "all"}, {200: ["pinned"], 400: []}),
         ({"last": 1, "best": {"metrics": "loss"}}, {200: ["pinned"], 400: []}),

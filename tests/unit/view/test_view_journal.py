@@ -32,19 +32,18 @@ def journal_of(root: Path, *lines: str, name: str = "journal.jsonl"):
 
 def test_no_journal_has_no_lines(tmp_path):
     journal = read_journal(open_storage(tmp_path))
-    assert not journal
+    assert journal.lines == []
     assert journal.skipped == 0
     assert goodput_of(runs_of(journal), saves_of(journal)) is None
 
 
 def test_what_is_no_line_is_skipped_and_counted(tmp_path):
     torn = line("step", 3.0, step=3)[:-9]
-    journal = journal_of(
-        tmp_path, line("step", 2.0, step=2), "\n", "not JSON\n", "[1]\n", '{"kind": "step"}\n', "\x00\x01\n",
-        '{"kind": "step", "t": NaN}\n', "[" * 100_000 + "\n", line("step", 1.0, step=1), torn,
-    )  # fmt: skip
+    odd = ["\n", "not JSON\n", "[1]\n", '{"kind": "step"}\n', "\x00\x01\n", "[" * 100_000 + "\n"]
+    odd += [f'{{"kind": "step", "t": {t}}}\n' for t in ("NaN", "1e300", "-1")]
+    journal = journal_of(tmp_path, line("step", 2.0, step=2), *odd, line("step", 1.0, step=1), torn)
     assert [found["step"] for found in journal.lines] == [1, 2], "in the order of time"
-    assert journal.skipped == 7
+    assert journal.skipped == len(odd), "without the empty one, with the torn one"
 
 
 def test_both_files_and_those_of_runs_are_read(tmp_path):
@@ -103,7 +102,8 @@ def test_goodput_counts_stalls_restarts_and_repeated_steps(tmp_path):
         line("run.started", 100.0, resumed_from=None),
         *beats,
         line("save.published", 130.0, step=15, name="step-15", stall_s=1.5, began=129.0),
-        line("run.started", 170.0, run="b", resumed_from=15),
+        line("run.started", 170.0, run="b", resumed_from=None),
+        line("run.resumed", 171.0, run="b", step=15),
         line("step", 180.0, run="b", step=16),
         line("run.ended", 200.0, run="b", how="closed"),
     )

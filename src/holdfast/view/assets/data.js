@@ -101,7 +101,7 @@ async function statisticsOf(name, tensor) {
   const packed = packedOf("statistics");
   if (!packed || name !== document.querySelector('script[data-kind="checkpoint"]')?.dataset.name) return null;
   embedded ??= await unpacked(packed.textContent);
-  return embedded[tensor] ?? null;
+  return Object.hasOwn(embedded, tensor) ? embedded[tensor] : null;
 }
 
 /** Ask for the summary again and again, and call ``changed`` when it is another. */

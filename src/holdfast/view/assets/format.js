@@ -37,7 +37,7 @@ function ago(at) {
 }
 
 const WHEN = new Intl.DateTimeFormat("en-GB", { dateStyle: "medium", timeStyle: "medium" });
-const when = (at) => (isNumber(at) ? WHEN.format(new Date(at * 1000)) : NONE);
+const when = (at) => (isNumber(at) && Math.abs(at) < 1e11 ? WHEN.format(new Date(at * 1000)) : NONE);
 
 const percent = (share) => {
   if (!isNumber(share)) return NONE;

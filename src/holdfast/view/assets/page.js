@@ -22,7 +22,7 @@ function makeTabs() {
   }, view.title));
   byId("tabs").append(...tabs);
   byId("tabs").addEventListener("keydown", (event) => {
-    const at = views.findIndex((view) => view === current);
+    const at = views.findIndex((view) => `tab-${view.id}` === event.target.id);
     const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: views.length - 1 }[event.key];
     if (to === undefined) return;
     event.preventDefault();

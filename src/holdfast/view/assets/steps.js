@@ -1,17 +1,9 @@
 // Every entry of the root as a row: size, metrics, age, verification, and why retention keeps it.
 
-const KEPT_TEXT = {
-  pinned: () => "pinned", leased: () => "being read", published: () => "just published", newest: () => "newest",
-  resumable: () => "to resume from", model: () => "model of its part", chain: () => "a delta needs it",
-  last: (keep) => (keep.last === null ? "all are kept" : `last ${keep.last}`),
-  every: (keep) => `every ${count(keep.every)}`,
-  minutes: (keep) => `first of ${keep.minutes} min`,
-  best: (keep) => `best ${keep.best.metric}`,
-};
 const STATE_KIND = { published: "", corrupt: "bad", "in work": "good", "left behind": "warn", trash: "", stock: "warn" };
 
 const writer = (row) => Object.entries(row.versions ?? {}).map(([name, version]) => `${name} ${version}`).join(", ");
-const keptText = (row) => (row.kept ?? []).map((reason) => KEPT_TEXT[reason]?.(summary.keep ?? {}) ?? reason);
+const keptText = (row) => (row.kept ?? []).map((reason) => reason.replace(/^the /, ""));
 
 function metricNames() {
   const seen = new Map();
@@ -100,7 +92,7 @@ function stateChips(row) {
   return h("span", { title: row.error ?? row.held_by ?? null }, row.state === "published" ? null : chip(row.state, STATE_KIND[row.state]),
     row.latest && chip("latest", "good"), row.pinned && chip("pinned", "good"), row.kind === "export" && chip("export"),
     row.kind === "checkpoint" && row.state === "published" && !row.resumable && chip("model only"),
-    row.chain && chip(`delta to ${row.chain.at(-1)}`), row.standing === false && chip("abandoned", "warn"),
+    row.chain && chip(`delta to ${row.chain.at(-1)}`), row.standing === false && chip("abandoned", "warn"), row.suspicious && chip("suspicious", "bad"),
     row.state === "published" && !row.latest && !row.pinned ? h("span", { class: "soft" }, "durable") : null);
 }
 

@@ -212,7 +212,7 @@ const timeline = {
       const resumed = run.resumed_from === null ? "" : `, from step ${run.resumed_from}`;
       context.fillText(fitted(context, `run ${number + 1}${resumed}`, end - start - 12), start + 6, 15);
       const live = LIVE && number === summary.runs.length - 1 && summary.held_by;
-      if (run.ended !== "closed" && !live) {
+      if (run.ended !== "closed" && run.ended !== "exited" && !live) {
         context.fillStyle = ink("--bad");
         context.fillRect(end - 2, 6, 2, 18);
       }
