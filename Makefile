@@ -12,6 +12,7 @@
 #   make test-rl-full the same with the slow ones
 #   make test-stores  checkpoints on object stores: SeaweedFS, Azurite and moto, started on loopback (in .venvs/stores)
 #   make test-stores-full  the same with all races, and Ceph's gateway and MiniStack where they are installed
+#   make test-view    the page in chromium, with axe-core from npm; `make test` does so without axe-core
 #   make test-crash   what is done to break Holdfast, as much of it as `make test` does, with a count of what was tried
 #   make test-crash-full  the same, whole: 200,000 simulated schedules, every system call killed and failed; hours
 #
@@ -26,7 +27,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-integrations test-rl test-rl-full test-stores test-stores-full test-full test-crash test-crash-full check format bench bench-quick bench-report clean
+.PHONY: help venv demo test test-integrations test-rl test-rl-full test-stores test-stores-full test-view test-full test-crash test-crash-full check format bench bench-quick bench-report clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -49,6 +50,17 @@ test: $(READY)
 
 test-full: $(READY)
 	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_FLAGS)
+
+VIEW := .venvs/view
+
+$(VIEW)/.ready: tests/view/package.json
+	mkdir -p $(VIEW)
+	cp tests/view/package.json $(VIEW)/
+	npm install --prefix $(VIEW) --no-audit --no-fund --loglevel=error
+	@touch $@
+
+test-view: $(READY) $(VIEW)/.ready
+	$(BIN)/python -m pytest tests/view -m "not slow and not gpu" $(PYTEST_FLAGS)
 
 FRAMEWORKS := .venvs/frameworks
 

@@ -62,6 +62,8 @@ SATELLITES = {  # one importer each, and a job of their own all the same
         "cli.app",
         "cli.bench",
         "cli.ls",
+        "cli.report",
+        "cli.view",
         "coordination.votes",
         "engine.ranges",
         "integrations.torchtitan.manager",

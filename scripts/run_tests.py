@@ -23,7 +23,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FIRST = ("tests/contract", "tests/crash", "tests/distributed")
-BESIDE_WHOLE = (("tests/simulation",), ("tests/property", "tests/fuzz", "tests/corruption"), ("tests/compat",))
+BESIDE_WHOLE = (
+    ("tests/simulation",),
+    ("tests/property", "tests/fuzz", "tests/corruption"),
+    ("tests/compat", "tests/view"),
+)
 BESIDE_IN_PARTS = "tests/unit"
 PARTS = 3  # so that no run is much longer than the others
 BESIDE_NICE = 10  # below the engines that the first ones start

@@ -526,7 +526,7 @@ class Catalog:
                 manifest = read_manifest(storage, name)
                 if manifest is None or manifest.kind != self._kind:
                     return None
-                return manifest.attempt, _entry_of(step, manifest, alike=self._alike)
+                return manifest.attempt, entry_of(step, manifest, alike=self._alike)
             except (HoldfastError, ValueError) as error:
                 return error
 
@@ -566,7 +566,7 @@ def model_stays(step: int, path: str) -> str:
     )
 
 
-def _entry_of(step: int, manifest: Manifest, *, alike: bool) -> CheckpointEntry:
+def entry_of(step: int, manifest: Manifest, *, alike: bool) -> CheckpointEntry:
     return CheckpointEntry(
         step=step,
         created_s=datetime.fromisoformat(manifest.created).timestamp(),

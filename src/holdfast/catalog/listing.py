@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -31,6 +31,8 @@ from holdfast.storage.object_storage import ObjectStorage
 from holdfast.validation import is_store, located
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from holdfast.format.manifest import Kind
     from holdfast.storage.protocol import Storage
 
@@ -68,6 +70,8 @@ class RootListing:
     held_by: str | None
     links: dict[str, str]
     """Symbolic links in the root to its entries, such as ``latest``."""
+    manifests: Mapping[str, Manifest] = field(default_factory=dict, repr=False)
+    """Of the published entries, by name."""
 
 
 def list_root(path: str) -> RootListing:
@@ -79,15 +83,18 @@ def list_root(path: str) -> RootListing:
     storage = open_storage(root)
     names = storage.list_dir("")
     if isinstance(storage, ObjectStorage):
-        return RootListing(root, (*_attempt_rows(storage), *_checkpoints(storage, names)), None, {})
+        rows, manifests = _checkpoints(storage, names)
+        return RootListing(root, (*_attempt_rows(storage), *rows), None, {}, manifests)
     held_by = root_held_by(root)
     hidden = [found for name in names if (found := parse_hidden(name)) is not None]
-    rows = [row for found in hidden if (row := _hidden_row(storage, found, held_by)) is not None]
+    unsettled = [row for found in hidden if (row := _hidden_row(storage, found, held_by)) is not None]
+    rows, manifests = _checkpoints(storage, names)
     return RootListing(
         root,
-        (*sorted(rows, key=lambda row: (row.step is None, row.step or 0, row.name)), *_checkpoints(storage, names)),
+        (*sorted(unsettled, key=lambda row: (row.step is None, row.step or 0, row.name)), *rows),
         held_by,
         _links(root, names),
+        manifests,
     )
 
 
@@ -105,8 +112,8 @@ def existing_directory(path: str) -> str:
     return directory
 
 
-def _checkpoints(storage: Storage, names: list[str]) -> list[RootEntry]:
-    """Return checkpoints, oldest first; unreadable ones in front, since their place is unknown."""
+def _checkpoints(storage: Storage, names: list[str]) -> tuple[list[RootEntry], dict[str, Manifest]]:
+    """Return checkpoints, oldest first, and their manifests; unreadable ones in front, since their place is unknown."""
     pins = _pins(storage)
     names = [name for name in names if may_be_published(name) and not os.path.islink(storage.path(name))]
     manifests = _manifests(storage, names)
@@ -142,7 +149,8 @@ def _checkpoints(storage: Storage, names: list[str]) -> list[RootEntry]:
         )
     known = {row.name for row in rows}
     rows.extend(_unordered(storage, {name: manifests[name] for name in names if name not in known}))
-    return sorted(rows, key=lambda row: row.state != "corrupt")
+    readable = {name: manifest for name, manifest in manifests.items() if isinstance(manifest, Manifest)}
+    return sorted(rows, key=lambda row: row.state != "corrupt"), readable
 
 
 def _manifests(storage: Storage, names: list[str]) -> dict[str, Manifest | HoldfastError | None]:

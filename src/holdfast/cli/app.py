@@ -21,8 +21,10 @@ from holdfast.cli.ls import ls
 from holdfast.cli.output import MISUSE, exit_status, print_error, print_error_document
 from holdfast.cli.prune import prune
 from holdfast.cli.recover import recover
+from holdfast.cli.report import report
 from holdfast.cli.show import cat, show
 from holdfast.cli.verify import verify
+from holdfast.cli.view import view
 from holdfast.cli.watch import watch
 from holdfast.errors import ConfigError, HoldfastError, StorageError
 
@@ -44,7 +46,7 @@ def holdfast(
         raise typer.Exit
 
 
-for command in (ls, show, cat, diff, verify, export, convert, prune, recover, watch, bench):
+for command in (ls, show, cat, diff, verify, export, convert, prune, recover, report, view, watch, bench):
     app.command()(command)
 
 

@@ -6,7 +6,15 @@ import math
 
 import pytest
 
-from holdfast.catalog.retention import Best, CheckpointEntry, Keep, Lineage, decode_lineage, select_deletions
+from holdfast.catalog.retention import (
+    Best,
+    CheckpointEntry,
+    Keep,
+    Lineage,
+    decode_lineage,
+    reasons_to_keep,
+    select_deletions,
+)
 from holdfast.errors import ConfigError
 
 
@@ -120,3 +128,34 @@ def test_a_lineage_that_no_run_has_is_none(noted):
 )
 def test_a_lineage_is_read_as_it_was_noted(lineage):
     assert decode_lineage(lineage.encode()) == lineage
+
+
+def test_each_rule_says_what_it_keeps():
+    made = [
+        *(CheckpointEntry(step, 60.0 * step, {"loss": 1 / step}) for step in (1, 2, 3, 4)),
+        CheckpointEntry(5, 300.0, {"loss": 0.1}, pinned=True, leased=True),
+        CheckpointEntry(6, 360.0, resumable=False),
+    ]
+    keep = Keep(last=2, every=4, minutes=5, best=Best("loss"))
+    assert reasons_to_keep(made, keep, published=6) == {
+        1: ("first of 5 minutes",),
+        2: (),
+        3: (),
+        4: ("every 4",),
+        5: ("pinned", "being loaded", "the newest to resume from", "last 2", "first of 5 minutes", "best loss"),
+        6: ("just published", "the newest", "the newest model", "last 2"),
+    }
+
+
+def test_without_rules_of_the_run_only_what_always_holds_is_told():
+    left = [CheckpointEntry(4, 0.0, resumable=False), CheckpointEntry(5, 0.0)]
+    run = [CheckpointEntry(step, 0.0, lineage=Lineage(1, ((0, 2),))) for step in (3, 6)]
+    found = reasons_to_keep([*left, *run], Keep(last=0))
+    assert found[3] == found[5] == ()
+    assert found[6] == ("the newest", "the newest to resume from")
+    assert "the newest model" in found[4]
+
+
+def test_an_anchor_is_kept_for_its_deltas():
+    made = [CheckpointEntry(1, 0.0, origin="a"), CheckpointEntry(2, 0.0, origin="b", needs=("a",))]
+    assert reasons_to_keep(made, Keep(last=1))[1] == ("a delta needs it",)

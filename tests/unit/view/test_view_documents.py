@@ -1,0 +1,242 @@
+"""Documents of a real root: its summary, a checkpoint's columns, statistics, and the page that is made of them."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.errors import CheckpointNotFound, ConfigError
+from holdfast.view.model import summary_of
+from holdfast.view.page import policy, render_page
+from holdfast.view.statistics import all_statistics, difference_of, statistics_of
+from holdfast.view.tensors import tensors_of
+
+EVIL = "</script><script>alert(1)</script><!--"
+SOURCE = str(Path(holdfast.__file__).parents[1])
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """Steps 100 to 400 of one run, of which 200 is pinned; then back to 200, and 250."""
+    path = tmp_path_factory.mktemp("root")
+    weight = torch.arange(12.0).reshape(3, 4)
+    state = {"model": {"weight": weight, "odd": torch.tensor([1.0, math.nan, math.inf, 0.0])}, EVIL: {"n": 1}}
+    config = holdfast.CheckpointConfig(keep=holdfast.Keep(last=None))
+    with holdfast.CheckpointManager(path, state, config=config) as manager:
+        for step in (100, 200, 300, 400):
+            weight += 1
+            manager.save(step, metrics={"loss": math.nan if step == 300 else 1 / step}).result()
+        manager.pin(200)
+        manager.restore(200)
+        manager.save(250).result()
+    return path
+
+
+def rows_of(summary):
+    return {row["step"]: row for row in summary["steps"]}
+
+
+def test_the_summary_has_what_manifests_tell(root):
+    summary = summary_of(str(root))
+    json.dumps(summary, allow_nan=False)
+    rows = rows_of(summary)
+    assert list(rows) == [300, 400, 100, 200, 250], "oldest first; what was abandoned in front"
+    assert rows[250]["latest"]
+    assert rows[300]["metrics"] == {"loss": "nan"}
+    assert rows[100]["world"] == 1
+    assert rows[200]["pinned"]
+    assert rows[250]["parent"] == rows[200]["attempt"]
+    assert [rows[step]["standing"] for step in (300, 400, 100, 250)] == [False, False, True, True]
+    assert summary["branches"] == [{"branch": 0, "from": None, "at": None}, {"branch": 1, "from": 0, "at": 200}]
+
+
+def test_without_a_journal_only_what_always_holds_keeps_a_step(root):
+    summary = summary_of(str(root))
+    rows = rows_of(summary)
+    assert not summary["journal"]["present"]
+    assert summary["keep"] is None
+    assert summary["goodput"] is None
+    assert rows[250]["kept"] == ["the newest", "the newest to resume from"]
+    assert rows[200]["kept"] == ["pinned"]
+    assert rows[400]["kept"] == []
+    assert [save["step"] for save in summary["saves"]] == [100, 200, 300, 400, 250], "by time"
+    assert {save["stall_s"] for save in summary["saves"]} == {None}
+
+
+@pytest.mark.parametrize(
+    ("told", "kept"),
+    [
+        (
+            {"last": 2, "every": 200, "best": {"metric": "loss", "mode": "min", "n": 1}},
+            {200: ["pinned", "last 2", "every 200"], 400: ["every 200", "best loss"]},
+        ),
+        ({"last": "all"}, {200: ["pinned"], 400: []}),
+        ({"last": 1, "best": {"metrics": "loss"}}, {200: ["pinned"], 400: []}),
+        ("none", {200: ["pinned"], 400: []}),
+    ],
+)
+def test_the_runs_retention_is_the_journals(root, tmp_path, told, kept):
+    target = tmp_path / "copy"
+    subprocess.run(["cp", "-r", str(root), str(target)], check=True)
+    started = {"v": 1, "t": 1.0, "run": "a", "kind": "run.started", "config": {"keep": told}}
+    (target / ".holdfast" / "journal.jsonl").write_text(json.dumps(started) + "\n")
+    rows = rows_of(summary_of(str(target)))
+    assert {step: rows[step]["kept"] for step in kept} == kept
+
+
+def test_columns_tell_shards_and_what_changed(root):
+    one, two = (tensors_of(str(root / f"step-{step}")) for step in (100, 200))
+    names = one["tensors"]["name"]
+    assert names == sorted(names)
+    at = names.index("model.weight")
+    assert one["shapes"][one["tensors"]["shape"][at]] == (3, 4)
+    assert one["dtypes"][one["tensors"]["dtype"][at]] == ["float32", 4]
+    assert sum(one["tensors"]["shards"]) == len(one["shards"]["box"])
+    assert one["files"][one["shards"]["file"][at]][2] == 0, "written by rank 0"
+
+    def sum_of(columns, name):
+        first = sum(columns["tensors"]["shards"][: columns["tensors"]["name"].index(name)])
+        return base64.b64decode(columns["shards"]["sums"])[8 * first : 8 * first + 8]
+
+    assert sum_of(one, "model.odd") == sum_of(two, "model.odd")
+    assert sum_of(one, "model.weight") != sum_of(two, "model.weight")
+    assert any(name.startswith(EVIL) for name, *_ in one["objects"])
+
+
+def test_statistics_are_those_of_the_values(root):
+    path = str(root / "step-100")
+    found = statistics_of(path, "model.weight")
+    values = torch.arange(12.0, dtype=torch.float64) + 1
+    assert (found["min"], found["max"], found["elements"], found["zeros"]) == (1, 12, 12, 0)
+    assert found["mean"] == pytest.approx(float(values.mean()))
+    assert found["std"] == pytest.approx(float(values.std(correction=0)))
+    assert found["norm"] == pytest.approx(float(values.norm()))
+    assert sum(found["histogram"]["counts"]) == 12
+    odd = statistics_of(path, "model.odd")
+    assert (odd["nan"], odd["inf"], odd["zeros"], odd["mean"]) == (1, 1, 1, 0.5)
+    json.dumps(odd, allow_nan=False)
+    together = all_statistics(path, bytes_max=1 << 20)
+    assert together["model.weight"] == found
+    assert together["model.odd"] == odd
+    assert set(all_statistics(path, bytes_max=20)) == {"model.odd"}, "the small ones first"
+    with pytest.raises(CheckpointNotFound, match=r"model\.none"):
+        statistics_of(path, "model.none")
+
+
+def test_a_large_tensor_is_read_by_parts_and_a_larger_one_in_part(tmp_path, monkeypatch):
+    values = torch.randn(64, 1024)
+    holdfast.save({"w": values, "z": torch.tensor(3.0)}, tmp_path / "one")
+    monkeypatch.setattr("holdfast.view.statistics.PART_BYTES", 32 << 10)
+    found = statistics_of(str(tmp_path / "one"), "w")
+    assert found["elements"] == values.numel()
+    assert found["share_read"] == 1
+    assert found["mean"] == pytest.approx(float(values.double().mean()))
+    assert sum(found["histogram"]["counts"]) == values.numel()
+    part = statistics_of(str(tmp_path / "one"), "w", bytes_max=64 << 10)
+    assert part["share_read"] == pytest.approx(0.25)
+    assert part["elements"] == values.numel() // 4
+    assert statistics_of(str(tmp_path / "one"), "z")["mean"] == 3
+
+
+def test_differences_are_those_of_the_values(root, tmp_path):
+    one, two = (str(root / f"step-{step}") for step in (100, 200))
+    found = difference_of(one, two, "model.weight")
+    first = torch.arange(12.0, dtype=torch.float64) + 1
+    assert found["max_abs"] == 1
+    assert found["share_changed"] == 1
+    assert found["relative"] == pytest.approx(float(torch.ones(12).norm() / first.norm()))
+    assert found["cosine"] == pytest.approx(float(torch.cosine_similarity(first, first + 1, dim=0)))
+    same = difference_of(one, two, "model.odd")
+    assert (same["share_changed"], same["max_abs"], same["relative"]) == (0, 0, 0)
+    holdfast.save({"model": {"weight": torch.zeros(2)}}, tmp_path / "other")
+    with pytest.raises(ConfigError, match="shape"):
+        difference_of(one, str(tmp_path / "other"), "model.weight")
+
+
+def test_nothing_of_a_checkpoint_becomes_markup(root):
+    name = "step-100"
+    page = render_page(
+        summary_of(str(root)), checkpoints={name: tensors_of(str(root / name))}, statistics={EVIL: {"mean": 1}}
+    )
+    assert EVIL not in page
+    summary = {**summary_of(str(root)), "root": EVIL, "held_by": f"{EVIL}&amp;\u2028"}
+    page = render_page(summary, checkpoints={EVIL + '"': tensors_of(str(root / name))})
+    assert EVIL not in page
+    scripts = re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)
+    assert len(scripts) == 3
+    assert json.loads(scripts[0])["held_by"] == f"{EVIL}&amp;\u2028"
+    packed = json.loads(gzip.decompress(base64.b64decode(scripts[1])))
+    assert "model.weight" in packed["tensors"]["name"]
+
+
+def test_the_policy_allows_this_style_and_this_script_and_no_request(root):
+    page = render_page(summary_of(str(root)))
+    assert policy(live=False) in page
+    for tag in ("style", "script"):
+        body = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in body]
+        assert len(digests) == 1
+        assert f"{tag}-src 'sha256-{digests[0]}'" in page
+    assert "connect-src 'none'" in page
+    assert "unsafe" not in policy(live=True)
+    assert set(re.findall(r"https?://[^\s\"'`)]+", page)) <= {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", page)
+
+
+def report(*args: str, without: str = "") -> subprocess.CompletedProcess[str]:
+    blocked = f"import sys; sys.path.insert(0, {SOURCE!r}); sys.modules.update(dict.fromkeys({without.split()!r}))\n"
+    run = f"{blocked}sys.argv = {['holdfast', *args]!r}\nfrom holdfast.cli.app import main\nmain()"
+    return subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_a_report_is_written_without_torch(root, tmp_path):
+    out = tmp_path / "page.html"
+    done = report("report", str(root), "-o", str(out), "--json", without="torch numpy starlette uvicorn")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["included"] == ["step-250", "step-200"]
+    assert told["nbytes"] == out.stat().st_size
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_a_report_includes_the_steps_that_it_is_asked_for(root, tmp_path):
+    out = tmp_path / "page.html"
+    done = report("report", str(root), "-o", str(out), "--step", "100", "--step", "400", "--json")
+    assert json.loads(done.stdout)["included"] == ["step-100", "step-400"]
+    missing = report("report", str(root), "-o", str(out), "--step", "7")
+    assert missing.returncode == 2
+    assert "step 7 is not under" in missing.stderr
+    one = report("report", str(root / "step-100"), "-o", str(out))
+    assert one.returncode == 2
+    assert f"give the root that holds it: {root}" in one.stderr
+    nowhere = report("report", str(root), "-o", str(tmp_path / "none" / "page.html"))
+    assert nowhere.returncode == 1
+    assert "can't be written" in nowhere.stderr
+
+
+def test_a_damaged_checkpoint_is_left_out_and_said_so(root, tmp_path):
+    target = tmp_path / "copy"
+    subprocess.run(["cp", "-r", str(root), str(target)], check=True)
+    (target / "step-250" / "rank-00000.report").write_bytes(b"not a report")
+    done = report("report", str(target), "-o", str(tmp_path / "page.html"), "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["included"] == ["step-200"]
+    assert "step-250" in told["left_out"]
+
+
+def test_view_says_which_extra_is_missing(root):
+    done = report("view", str(root), "--port", "0", without="starlette")
+    assert done.returncode == 2
+    assert "pip install 'holdfast[view]'" in done.stderr
