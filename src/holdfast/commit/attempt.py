@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 import msgspec
 import xxhash
 
-from holdfast.commit.messages import AttemptChannel, Begun, CommitVote, End
+from holdfast.commit.messages import AttemptChannel, Begun, CommitVote, End, RankNote
 from holdfast.commit.publish import (
     Publication,
     find_gap,
@@ -230,8 +230,8 @@ class Attempt:
         attempt._move(State.PERSISTING)
         return attempt
 
-    def report(self, *reports: ManifestReport) -> None:
-        """Vote yes: ``reports`` are durable in the attempt directory. Doesn't wait.
+    def report(self, *reports: ManifestReport, note: RankNote | None = None) -> None:
+        """Vote yes: ``reports`` are durable in the attempt directory; tell ``note`` with them. Doesn't wait.
 
         Usually one, this rank's own. Of a copy of what other ranks have saved, those that this rank has copied, which
         may be several or none. If the vote can't be posted it still counts; `settle` learns the outcome.
@@ -239,9 +239,14 @@ class Attempt:
         self._move(State.REPORTED)
         try:
             for report in reports:
-                self._news.tell_report(report)
+                self._news.tell_report(report, note)
         except Exception as error:  # noqa: BLE001 - the report is durable: this rank can't take its vote back
             _log.warning("rank %d could not post its report: %s", self._news.rank, error)
+
+    @property
+    def notes(self) -> tuple[RankNote, ...]:
+        """What the ranks told beside their reports, in rank order; on the coordinator, once they have."""
+        return self._news.notes
 
     def aborted(self) -> RankFailure | None:
         """Return the root cause if the attempt has been given up, else None; any thread, doesn't wait."""
@@ -337,6 +342,7 @@ class Attempt:
                 raise
         else:
             reason = self._abort(reason) or reason
+            self._news.look_for_notes()
         if reason is None:
             self._move(State.PUBLISHED)
             outcome: Outcome = AttemptPublished(self.name, self.id)

@@ -32,7 +32,7 @@ from holdfast.loader.sources.object_store import open_object
 from holdfast.plan.write import index_of
 from holdfast.saver.agreement import Whole
 from holdfast.saver.deliverer import Deliverer, DeliveryJob
-from holdfast.saver.delivery import REMOVAL_GRACE_S, AttemptRunner, deadlines_of, plan_attempt, verify_staging
+from holdfast.saver.delivery import REMOVAL_GRACE_S, AttemptRunner, deadlines_of, note_of, plan_attempt, verify_staging
 from holdfast.saver.process_session import process_session
 from holdfast.staging.stream import SLOT_BYTES
 from holdfast.storage.leases import LEASE_PREFIX
@@ -132,8 +132,9 @@ class CheckpointDelivery(DeliveryJob):
         self.finish(error, stage="skipped" if skipped else "failed")
 
     def finish(self, outcome: Any, *, stage: Stage) -> None:
-        more = {} if stage == "published" else {"error": repr(outcome)}
-        events.emit(f"save.{stage}", step=self.step, rank=self._checkpointer.rank, path=self.handle.path, **more)
+        handle, rank = self.handle, self._checkpointer.rank
+        more = {**handle.figures(outcome), "metrics": self.request.metrics}
+        events.emit(f"save.{stage}", step=self.step, rank=rank, attempt=handle.attempt, path=handle.path, **more)
         super().finish(outcome, stage=stage)
 
 
@@ -181,6 +182,7 @@ class Checkpointer(Deliverer[CheckpointDelivery]):
             partial(self._persist, capture, job),
             step=step,
             handle=job.handle,
+            note=lambda _: note_of(job.handle, self._group.rank),
         )
         path = self._storage.path(attempt.name)
         try:
