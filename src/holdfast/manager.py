@@ -201,7 +201,7 @@ class CheckpointManager:
         """Start what needs all ranks, once all are ready."""
         if self._saver is not None:
             failures = weakly(self._raise_failures) if self._config.on_error == "raise_now" else None
-            self._guard = UpdateGuard(self._saver.before_update, failures)
+            self._guard = UpdateGuard(self._saver.before_update, failures, self._saver.note_step)
             self._session.guard(self._guard)
             for name in self._trash:
                 self._saver.remove(name)

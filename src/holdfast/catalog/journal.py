@@ -401,6 +401,15 @@ _TOLD: Final[dict[str, Callable[[Event], tuple[str, dict[str, Any]]]]] = {
     "save.started": lambda event: ("save.started", _of_save(event)),
     "save.published": _published,
     "save.failed": _failed,
+    "save.suspicious": lambda event: (
+        "warning",
+        {
+            "what": event.fields.get("what"),
+            "step": event.step,
+            "tensors": list(event.fields.get("tensors", ()))[:NAMES_MAX],
+            "message": str(event.fields.get("message"))[:MESSAGE_CHARS_MAX],
+        },
+    ),
     "save.skipped": lambda event: ("save.missed", {"step": event.step, "reason": "when_busy='skip'"}),
     "export.published": _published,
     "export.failed": _failed,

@@ -20,7 +20,7 @@ from __future__ import annotations
 import enum
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import msgspec
 import xxhash
@@ -158,6 +158,7 @@ class Attempt:
         directory: the attempt directory, relative to the storage's root; the engine writes into it.
         persist_by: when every rank must have reported, on the attempt's clock; set by `begin`.
         state: this rank's state.
+        same: `engine.messages.Reported.same` of this rank, once it has reported.
         trash: entries of the root that the coordinator's engine may remove once `settle` has returned.
     """
 
@@ -182,6 +183,7 @@ class Attempt:
         self.what: Deed = "save"
         self.directory = ""
         self.trash: tuple[str, ...] = ()
+        self.same = b""
 
     @classmethod
     def begin(
@@ -247,6 +249,13 @@ class Attempt:
     def notes(self) -> tuple[RankNote, ...]:
         """What the ranks told beside their reports, in rank order; on the coordinator, once they have."""
         return self._news.notes
+
+    def add_extra(self, extra: Mapping[str, Any]) -> None:
+        """Add members to ``extra`` of the manifest; on the coordinator, by ``before_publish``."""
+        assert self._plan is not None
+        manifest = self._plan.manifest
+        manifest = msgspec.structs.replace(manifest, extra={**manifest.extra, **extra})
+        self._plan = msgspec.structs.replace(self._plan, manifest=manifest)
 
     def aborted(self) -> RankFailure | None:
         """Return the root cause if the attempt has been given up, else None; any thread, doesn't wait."""

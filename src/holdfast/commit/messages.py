@@ -45,6 +45,8 @@ class RankNote(msgspec.Struct, frozen=True, array_like=True):
     staging_s: float | None = None
     persist_s: float | None = None
     nbytes: int | None = None
+    look: bytes = b""
+    """What was seen of the state, see ``saver.suspicion``; opaque here."""
 
 
 class _Told(msgspec.Struct, frozen=True, array_like=True):

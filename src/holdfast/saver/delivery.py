@@ -341,6 +341,7 @@ class AttemptRunner:
         Ends early where a rank has given up.
         """
         found = self._wait_engine(attempt, self._engine.wait_reported)
+        attempt.same = found.same
         rank = self._group.rank if rank is None else rank
         name = self._storage.stored_as(report_name(rank), attempt.id)
         return ManifestReport(rank, name, found.size, found.digest, found.nbytes, found.parts)
@@ -424,10 +425,10 @@ class AttemptRunner:
             return False, True
 
 
-def note_of(handle: SaveHandle, rank: int) -> RankNote:
+def note_of(handle: SaveHandle, rank: int, look: bytes = b"") -> RankNote:
     """Return what ``rank`` tells of the save of ``handle`` when it has reported."""
     stats = handle.stats
-    return RankNote(rank, handle.began_s, stats.stall_s, stats.staging_s, stats.persist_s, stats.bytes)
+    return RankNote(rank, handle.began_s, stats.stall_s, stats.staging_s, stats.persist_s, stats.bytes, look)
 
 
 def deadlines_of(config: CheckpointConfig) -> Deadlines:
