@@ -85,6 +85,7 @@ StagingMode = Literal["lazy", "eager"]
 WhenBusy = Literal["wait", "skip"]
 OnError = Literal["raise", "raise_now", "warn"]
 OnCorrupt = Literal["fallback", "raise", "local"]
+OnSuspicious = Literal["warn", "raise", "ignore"]
 
 _OWNER: Final = "CheckpointConfig"
 _EXPORT: Final = "HFExport"
@@ -110,6 +111,9 @@ class CheckpointConfig:
         when_busy: with all of them in use, ``"wait"`` for one (counted as stall) or ``"skip"`` this save.
         on_error: a failed save is raised by the next `step`, `save`, `wait` or `close` (``"raise"``), already by the
             next optimizer step or `before_update` (``"raise_now"``), or only logged and warned of (``"warn"``).
+        on_suspicious: a save after steps of the optimizer that changed no parameter, whose replicas differ, or in which
+            NaN or Inf has appeared is logged and noted in its manifest (``"warn"``), or fails before it is published
+            (``"raise"``); ``"ignore"`` doesn't look.
         last_model_only: `save(final=True)` saves the modules only; such a checkpoint is never resumed from.
         last_dtype: `save(final=True)` converts floating-point tensors of modules, not of optimizers, to this dtype; a
             `torch.dtype`, its name, or None.
@@ -172,6 +176,7 @@ class CheckpointConfig:
     when_busy: WhenBusy = "wait"
     on_error: OnError = "raise"
     on_corrupt: OnCorrupt = "fallback"
+    on_suspicious: OnSuspicious = "warn"
     mirror_keep: Keep | None = None
     mirror_backlog: int = 8
     mirror_timeout: float = 21_600.0
@@ -205,6 +210,7 @@ class CheckpointConfig:
             ("when_busy", WhenBusy),
             ("on_error", OnError),
             ("on_corrupt", OnCorrupt),
+            ("on_suspicious", OnSuspicious),
         ):
             if getattr(self, name) not in get_args(kind):
                 raise unfit(_OWNER, name, getattr(self, name), "one of " + ", ".join(map(repr, get_args(kind))))
@@ -236,7 +242,12 @@ def config_within(timeout_s: float) -> CheckpointConfig:
     """Return the session configuration for a single delivery that has ``timeout_s`` seconds in all."""
     limit_s = max(0.1, math.ceil(timeout_s * 10) / 10)  # to the tenth of a second: it is in messages
     return CheckpointConfig(
-        keep=None, in_flight=1, stage_timeout=limit_s, persist_timeout=limit_s, commit_timeout=limit_s
+        keep=None,
+        in_flight=1,
+        on_suspicious="ignore",
+        stage_timeout=limit_s,
+        persist_timeout=limit_s,
+        commit_timeout=limit_s,
     )
 
 

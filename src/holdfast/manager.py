@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from holdfast import events
 from holdfast.catalog.catalog import Catalog, model_stays
+from holdfast.catalog.journal import Journal
 from holdfast.catalog.root import named_steps, published
 from holdfast.catalog.tiers import MirrorTier
 from holdfast.config import CheckpointConfig
@@ -113,6 +114,8 @@ class CheckpointManager:
         self._deliverers = Deliverers()
         self._preemption: Preemption | None = None
         self._mirror: Mirror | None = None
+        self._journal: Journal | None = None
+        """On rank 0 of a manager that writes."""
         self._handles: list[SaveHandle] = []
         self._last: SaveHandle | None = None
         self._last_files: Mapping[str, Any] | None = None
@@ -184,6 +187,8 @@ class CheckpointManager:
             if exports:
                 from holdfast.export.exporter import exporters_of  # heavy; imported only for exports
 
+                if self._journal is not None:
+                    self._journal.exports = tuple(os.fspath(export.root) for export in exports)
                 self._deliverers.add(exporters_of(exports, state, self._root, self._saver.session))
             self._deliverers.open(deliveries, self._saver.session)
             if config.save_on_signal:
@@ -197,7 +202,7 @@ class CheckpointManager:
         """Start what needs all ranks, once all are ready."""
         if self._saver is not None:
             failures = weakly(self._raise_failures) if self._config.on_error == "raise_now" else None
-            self._guard = UpdateGuard(self._saver.before_update, failures)
+            self._guard = UpdateGuard(self._saver.before_update, failures, self._saver.note_step)
             self._session.guard(self._guard)
             for name in self._trash:
                 self._saver.remove(name)
@@ -206,6 +211,8 @@ class CheckpointManager:
             self._mirror.start(self._keeper)
         if self._preemption is not None:
             self._preemption.start()
+        if self._journal is not None:
+            self._journal.start()
 
     def __enter__(self) -> Self:
         if self._tenancy is not None:
@@ -222,6 +229,8 @@ class CheckpointManager:
 
     def _close_failed(self, why: str) -> None:
         """Close as if this process had died, since other ranks may have failed too; raises nothing of Holdfast's."""
+        if self._journal is not None:
+            self._journal.how = "failed"
         try:
             self._close(ORPHAN_GRACE_S)
         except HoldfastError as failed:
@@ -295,6 +304,8 @@ class CheckpointManager:
                     saver.remove(name)
 
     def _resumed_from(self, step: int | None, models: list[int], attempt: str = "") -> None:
+        if self._journal is not None and step is not None:
+            self._journal.note("run.resumed", step=step)
         self._keeper.resumed_from(step, attempt)
         if self._last is not None and self._last.step != step:
             self._last = None  # it belongs to the abandoned part of the run
@@ -327,6 +338,8 @@ class CheckpointManager:
         due = self._config.every is not None and step % self._config.every == 0 and step > 0
         due = due or (self._config.first_step and not self._seen_first)
         self._seen_first = True
+        if self._journal is not None:
+            self._journal.step(step)
         if self._config.load_only or self._saver is None:
             return []
         if step in self._models:
@@ -625,11 +638,13 @@ class CheckpointManager:
     # Internal. ---------------------------------------------------------------------------------------------------
 
     def _prepare_root(self) -> None:
-        """Make the root, lock it and recover what a crash left; on rank 0."""
+        """Make the root, lock it, begin its journal and recover what a crash left; on rank 0."""
         self._storage.make_root()
         made_at = "" if self._tenancy is None else self._tenancy.made_at
         self._lock = self._storage.lock(made_at=made_at)
         self._session.hold(self._lock.release)
+        self._journal = Journal(self._storage, self._config, world=self._group.world)
+        self._session.hold(self._journal.close)
         self.recovered, self._trash = settle_root(self._storage, timeout_s=self._config.persist_timeout)
 
     def _agree_on_root(self, patience_s: float) -> None:
@@ -760,4 +775,6 @@ def _finish_at_exit(manager: CheckpointManager, timeout_s: float) -> None:
 
 
 def _close_at_exit(manager: CheckpointManager, timeout_s: float) -> None:
+    if manager._journal is not None:  # noqa: SLF001 - of this module
+        manager._journal.how = "exited"  # noqa: SLF001
     manager._close(timeout_s, exiting=True)  # noqa: SLF001 - of this module

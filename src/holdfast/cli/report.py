@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from holdfast.catalog.listing import existing_directory
+from holdfast.catalog.listing import existing_directory, size_text
 from holdfast.cli.ls import is_one_checkpoint
-from holdfast.cli.output import AsJson, print_json, shown, size_text
+from holdfast.cli.output import AsJson, print_json, shown
 from holdfast.errors import CheckpointNotFound, ConfigError, HoldfastError, StorageError
 
 if TYPE_CHECKING:

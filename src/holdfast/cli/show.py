@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from holdfast.format.manifest import Manifest
     from holdfast.loader.checkpoint import Index
     from holdfast.loader.sources.holdfast import CheckpointSource, StoredObject
     from holdfast.plan.read import StoredTensor
@@ -95,6 +96,7 @@ def _document(
         "chain": [] if manifest is None else [member.name for member in manifest.chain],
         "metrics": {} if manifest is None else {key: plain_number(value) for key, value in manifest.metrics.items()},
         "versions": {} if manifest is None else manifest.versions,
+        "suspicious": suspicious_in(manifest),
         "nbytes": sum(map(_nbytes, tensors.values())),
         "files": [{"name": file.name, "nbytes": file.size} for file in source.files.values()],
         "tensors": [
@@ -123,6 +125,13 @@ def _document(
     }
 
 
+def suspicious_in(manifest: Manifest | None) -> list[dict[str, Any]]:
+    """Return what was suspicious about a save, each with ``what``, ``tensors`` and ``message``."""
+    found = None if manifest is None else manifest.extra.get("suspicious")
+    rows = [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
+    return [{name: row.get(name) for name in ("what", "tensors", "message")} for row in rows]
+
+
 def _print_head(source: CheckpointSource) -> None:
     manifest = source.manifest
     total = sum(map(_nbytes, source.tensors.values()))
@@ -142,6 +151,7 @@ def _print_head(source: CheckpointSource) -> None:
         rows.append(("holds", f"{len(sizes)} files, {size_text(sum(sizes))}"))
     else:
         rows.append(("holds", f"{len(source.tensors)} tensors, {size_text(total)}; {len(source.objects)} objects"))
+    rows += [("suspicious", f"{row['what']}: {row['message']}") for row in suspicious_in(manifest)]
     for title, text in rows:
         if text:
             typer.echo(f"{title:<10}  {shown(text)}")

@@ -10,13 +10,13 @@ Does not: tell what comes and goes between two looks, unless the journal has it.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from holdfast.catalog.journal import read_journal
 from holdfast.catalog.listing import existing_directory, list_root, size_text
 from holdfast.cli.output import AsJson, print_line, shown
 from holdfast.errors import HoldfastError
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from holdfast.catalog.listing import RootEntry
-
-_JOURNAL: Final = ".holdfast/journal.jsonl"
-_TAIL_BYTES: Final = 1 << 20
 
 
 def watch(
@@ -107,39 +104,27 @@ def _differences(before: dict[str, RootEntry], now: dict[str, RootEntry]) -> Ite
 
 
 class _JournalTail:
-    """Reads the lines that a manager adds to the root's journal; nothing where there is none."""
+    """Reads what a manager adds to the root's journal; nothing where there is none."""
 
     def __init__(self, root: str) -> None:
         self._storage = open_storage(root)
-        self._told: set[str] = set()
+        self._seen = 0.0
+        """When the newest line that is known was written."""
 
     def skip(self) -> None:
         """Take what is there for known."""
-        self._told.update(self._lines())
+        for _ in self.failures():
+            pass
 
     def failures(self) -> Iterator[dict[str, Any]]:
         """Yield what failed, or was warned of, since the last look."""
-        lines = self._lines()
-        for line in lines:
-            if line in self._told:
-                continue
-            with contextlib.suppress(ValueError):
-                said = json.loads(line)
-                if isinstance(said, dict) and said.get("kind") in ("save.failed", "save.missed", "warning"):
-                    about = said.get("message") or said.get("error") or said.get("reason") or said.get("what")
-                    yield {"change": said["kind"].replace("save.", ""), "step": said.get("step"), "message": str(about)}
-        self._told = set(lines)
-
-    def _lines(self) -> list[str]:
-        try:
-            size = self._storage.size(_JOURNAL)
-            if not size:
-                return []
-            data = self._storage.read_file(_JOURNAL, max_bytes=64 * _TAIL_BYTES)
-        except HoldfastError:
-            return []
-        lines = data[-_TAIL_BYTES:].decode(errors="replace").split("\n")
-        return lines[:-1]  # the last one may not be whole yet
+        with contextlib.suppress(HoldfastError):
+            lines = [line for line in read_journal(self._storage) if line["t"] > self._seen]
+            for line in lines:
+                self._seen = max(self._seen, line["t"])
+                if line["kind"] in ("save.failed", "save.missed", "warning"):
+                    about = line.get("message") or line.get("error") or line.get("reason") or line.get("what")
+                    yield {"change": line["kind"].replace("save.", ""), "step": line.get("step"), "message": str(about)}
 
 
 def _print(change: dict[str, Any], *, as_json: bool) -> None:

@@ -20,12 +20,12 @@ from __future__ import annotations
 import enum
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import msgspec
 import xxhash
 
-from holdfast.commit.messages import AttemptChannel, Begun, CommitVote, End
+from holdfast.commit.messages import AttemptChannel, Begun, CommitVote, End, RankNote
 from holdfast.commit.publish import (
     Publication,
     find_gap,
@@ -158,6 +158,7 @@ class Attempt:
         directory: the attempt directory, relative to the storage's root; the engine writes into it.
         persist_by: when every rank must have reported, on the attempt's clock; set by `begin`.
         state: this rank's state.
+        same: `engine.messages.Reported.same` of this rank, once it has reported.
         trash: entries of the root that the coordinator's engine may remove once `settle` has returned.
     """
 
@@ -182,6 +183,7 @@ class Attempt:
         self.what: Deed = "save"
         self.directory = ""
         self.trash: tuple[str, ...] = ()
+        self.same = b""
 
     @classmethod
     def begin(
@@ -230,8 +232,8 @@ class Attempt:
         attempt._move(State.PERSISTING)
         return attempt
 
-    def report(self, *reports: ManifestReport) -> None:
-        """Vote yes: ``reports`` are durable in the attempt directory. Doesn't wait.
+    def report(self, *reports: ManifestReport, note: RankNote | None = None) -> None:
+        """Vote yes: ``reports`` are durable in the attempt directory; tell ``note`` with them. Doesn't wait.
 
         Usually one, this rank's own. Of a copy of what other ranks have saved, those that this rank has copied, which
         may be several or none. If the vote can't be posted it still counts; `settle` learns the outcome.
@@ -239,9 +241,21 @@ class Attempt:
         self._move(State.REPORTED)
         try:
             for report in reports:
-                self._news.tell_report(report)
+                self._news.tell_report(report, note)
         except Exception as error:  # noqa: BLE001 - the report is durable: this rank can't take its vote back
             _log.warning("rank %d could not post its report: %s", self._news.rank, error)
+
+    @property
+    def notes(self) -> tuple[RankNote, ...]:
+        """What the ranks told beside their reports, in rank order; on the coordinator, once they have."""
+        return self._news.notes
+
+    def add_extra(self, extra: Mapping[str, Any]) -> None:
+        """Add members to ``extra`` of the manifest; on the coordinator, by ``before_publish``."""
+        assert self._plan is not None
+        manifest = self._plan.manifest
+        manifest = msgspec.structs.replace(manifest, extra={**manifest.extra, **extra})
+        self._plan = msgspec.structs.replace(self._plan, manifest=manifest)
 
     def aborted(self) -> RankFailure | None:
         """Return the root cause if the attempt has been given up, else None; any thread, doesn't wait."""
@@ -337,6 +351,7 @@ class Attempt:
                 raise
         else:
             reason = self._abort(reason) or reason
+            self._news.look_for_notes()
         if reason is None:
             self._move(State.PUBLISHED)
             outcome: Outcome = AttemptPublished(self.name, self.id)

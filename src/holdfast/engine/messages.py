@@ -236,6 +236,8 @@ class Reported(EngineMessage, frozen=True):
     parts: str = ""
     """``format.manifest.parts_digest`` of the parts of files that were written."""
     session: int = 0
+    same: bytes = b""
+    """One byte a tensor of the plan, 1 if its checksum is that of the attempt before; empty if there was none."""
 
 
 class Cancelled(EngineMessage, frozen=True):

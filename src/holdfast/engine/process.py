@@ -24,6 +24,7 @@ import contextlib
 import ctypes
 import errno
 import mmap
+import operator
 import os
 import select
 import signal
@@ -108,6 +109,15 @@ class _Plan:
         self._message: messages.AddPlan | None = message
         self._compiled: WritePlan | None = None
         self._lock = threading.Lock()
+        self._sums = b""
+        """Checksums of the tensors in the attempt before."""
+
+    def compare(self, sums: bytes) -> bytes:
+        """Return for each tensor whether its checksum is that of the attempt before; empty if there was none."""
+        before, self._sums = self._sums, bytes(sums)
+        if len(before) != len(self._sums):
+            return b""
+        return bytes(map(operator.eq, memoryview(before).cast("Q"), memoryview(self._sums).cast("Q")))
 
     def compile_ahead(self) -> None:
         """Compile before it is needed; an invalid plan is reported when it is used."""
@@ -407,6 +417,7 @@ class Engine:
             lambda: self._take_priorities(limits),
             self._precedence,
             self._ring_of(message, image),
+            plan.compare,
         )
 
     def _ring_of(self, message: messages.Persist, image: memoryview) -> Ring | None:

@@ -75,6 +75,8 @@ class WriteJobInputs:
     """Shared by the attempts of the engine."""
     ring: Ring | None = None
     """Over `image`, if that holds pieces of the files as they come."""
+    compare: Callable[[bytes], bytes] = lambda _: b""
+    """Returns what `messages.Reported.same` tells, given the checksums of the tensors."""
 
 
 class WriteJob:
@@ -221,7 +223,8 @@ class WriteJob:
         # publishes removes what is left, and a request here would delay the commit.
         self._heartbeat.stop(wait_s=0 if persist.module else _RELEASE_WAIT_S)
         covered = parts_digest(parts_in(written.files))
-        return messages.Reported(self.name, size, digest, written.nbytes, covered, self.session)
+        same = job.compare(written.tensor_sums)
+        return messages.Reported(self.name, size, digest, written.nbytes, covered, self.session, same)
 
     def _turn(self) -> AbstractContextManager[object]:
         """Return the slot to hold while writing. Waits for it no longer than the trainer, which then cancels."""

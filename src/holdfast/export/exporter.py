@@ -42,7 +42,7 @@ from holdfast.loader.checkpoint import Checkpoint
 from holdfast.loader.sources.open import PublishedExport
 from holdfast.saver.agreement import Whole
 from holdfast.saver.deliverer import DeliveryJob, RootDeliverer
-from holdfast.saver.delivery import plan_attempt
+from holdfast.saver.delivery import note_of, plan_attempt
 from holdfast.staging.image import Image, unmap_unused
 from holdfast.storage.faces import COPY_BYTES_MAX, FACES
 from holdfast.validation import is_store
@@ -108,10 +108,9 @@ class ExportJob(DeliveryJob):
         super().release()
 
     def finish(self, outcome: Any, *, stage: Stage) -> None:
-        failed = isinstance(outcome, BaseException)
-        more = {"error": repr(outcome)} if failed else {}
-        what = "export.failed" if failed else "export.published"
-        events.emit(what, step=self.step, rank=self.rank, path=self.handle.path, **more)
+        handle, what = self.handle, "export.failed" if isinstance(outcome, BaseException) else "export.published"
+        more = handle.figures(outcome)
+        events.emit(what, step=self.step, rank=self.rank, attempt=handle.attempt, path=handle.path, **more)
         super().finish(outcome, stage=stage)
 
 
@@ -258,7 +257,14 @@ class Exporter(RootDeliverer[ExportJob]):
                 self._link.settle()
 
         attempt = self.place.runner.run(
-            job.key, planned, persist, step=job.step, handle=job.handle, before_publish=before_publish, settled=settled
+            job.key,
+            planned,
+            persist,
+            step=job.step,
+            handle=job.handle,
+            before_publish=before_publish,
+            settled=settled,
+            note=lambda _: note_of(job.handle, self._group.rank),
         )
         if self._shared is not None and self._made is not None and self._signature:
             self._published = self._made[1].to_keep()

@@ -218,18 +218,18 @@ def _changes(first: CheckpointSource, second: CheckpointSource, names: Sequence[
 
     found: list[TensorChange] = []
     parts = [(name, box) for name in names for box in _parts_of(first.tensors[name])]
-    moments = {name: _Moments() for name in names}
+    sums = {name: _DifferenceSums() for name in names}
     step = len(parts) if len(names) > 1 else 1
     for at in range(0, len(parts), step):
         some = parts[at : at + step]
         ones, others = read_boxes(first, some), read_boxes(second, some)
         take_turns(
-            [partial(moments[name].add, one, other) for (name, _), one, other in zip(some, ones, others, strict=True)],
+            [partial(sums[name].add, one, other) for (name, _), one, other in zip(some, ones, others, strict=True)],
             1 if step == 1 else 2,
         )
     for name in names:
         tensor = first.tensors[name]
-        found.append(moments[name].change(name, tensor.dtype, tensor.shape))
+        found.append(sums[name].change(name, tensor.dtype, tensor.shape))
     return found
 
 
@@ -237,7 +237,7 @@ def _parts_of(tensor: StoredTensor) -> Iterator[Box]:
     return row_blocks(whole(tensor.shape), max(1, PART_BYTES // tensor.itemsize))
 
 
-class _Moments:
+class _DifferenceSums:
     """Sums over parts of a tensor and of its other version, from which a `TensorChange` is made."""
 
     __slots__ = ("changed", "dot", "max_abs", "non_finite", "squares")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -133,7 +134,7 @@ def _load(
 ) -> Checkpoint:
     error: BaseException | None = None
     loading: Loading | None = None
-    opened = source
+    opened, began = source, time.perf_counter()
     try:
         if once is not None:
             once.share_reports(source)
@@ -173,6 +174,7 @@ def _load(
     except Exception as failed:  # noqa: BLE001 - raised by `settle`, after the other ranks have been told
         error = failed
     votes.raise_together(error, timeout_s=options.timeout_s)
+    figures["load_s"] = time.perf_counter() - began
     events.emit("load.finished", step=source.step, rank=group.rank, path=source.directory, **figures)
     return Checkpoint(opened)
 

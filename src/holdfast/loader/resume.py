@@ -107,7 +107,8 @@ class Resumer:
                 older = candidates[number + 1].step
                 _log.error("step %d can't be loaded, falling back to step %d: %s", found, older, error)
                 warnings.warn(f"step {found} can't be loaded, falling back to step {older}: {error}", stacklevel=4)
-                events.emit("load.fallback", step=found, rank=group.rank, path=self._storage_of(choice.places[0]))
+                place = self._storage_of(choice.places[0])
+                events.emit("load.fallback", step=found, rank=group.rank, path=place, error=repr(error))
                 continue
             self._on_resumed(found, outlook.models, choice.origin)
             return found

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from holdfast.plan.write import PlacedTensor, RankPlan
     from holdfast.saver.agreement import WorldPlan
     from holdfast.saver.snapshot import Snapshot
+    from holdfast.saver.suspicion import Look
     from holdfast.staging.buffer import CaptureBuffer
     from holdfast.staging.copy_job import Staging
     from holdfast.staging.stream import StreamedStaging
@@ -166,6 +167,8 @@ class Capture:
     number: int | None = None
     """Number of the save in the agreement protocol; None until its proposal is cast."""
     plan: DeliveryPlan | None = None
+    look: Look | None = None
+    """What was seen of the state when it was captured, if it is watched."""
     buffer: CaptureBuffer | None = None
     """``plan`` and ``buffer`` are None until the ranks have a plan that fits."""
     agreed: threading.Event = field(default_factory=threading.Event)

@@ -10,6 +10,7 @@ Runs one attempt after the other on one thread per session, with its own board c
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import struct
 import time
@@ -19,12 +20,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from holdfast import events
 from holdfast.catalog.root import refuse_occupied
 from holdfast.coordination.failure import RankFailure
 from holdfast.engine.messages import FileRow
 from holdfast.engine.ring import pieces_of
-from holdfast.errors import ConfigError, HoldfastError, OutcomeUnknown
+from holdfast.errors import ConfigError, HoldfastError, OutcomeUnknown, SaveFailed
 from holdfast.format.manifest import METADATA_NAME, encode_index, may_hold_data
 from holdfast.loader.checkpoint import Checkpoint
 from holdfast.loader.sources.holdfast import open_published
@@ -32,8 +35,9 @@ from holdfast.loader.sources.object_store import open_object
 from holdfast.plan.write import index_of
 from holdfast.saver.agreement import Whole
 from holdfast.saver.deliverer import Deliverer, DeliveryJob
-from holdfast.saver.delivery import REMOVAL_GRACE_S, AttemptRunner, deadlines_of, plan_attempt, verify_staging
+from holdfast.saver.delivery import REMOVAL_GRACE_S, AttemptRunner, deadlines_of, note_of, plan_attempt, verify_staging
 from holdfast.saver.process_session import process_session
+from holdfast.saver.suspicion import suspicions
 from holdfast.staging.stream import SLOT_BYTES
 from holdfast.storage.leases import LEASE_PREFIX
 from holdfast.storage.object_storage import ObjectStorage, refuse_replacing
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from holdfast.commit.attempt import Attempt
+    from holdfast.commit.messages import RankNote
     from holdfast.config import CheckpointConfig
     from holdfast.coordination.group import Group
     from holdfast.engine.client import EngineClient
@@ -54,6 +59,9 @@ if TYPE_CHECKING:
     from holdfast.staging.buffer import CaptureBuffer
     from holdfast.staging.stream import StreamedStaging
     from holdfast.storage.protocol import Storage
+
+
+_log = logging.getLogger("holdfast")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +140,9 @@ class CheckpointDelivery(DeliveryJob):
         self.finish(error, stage="skipped" if skipped else "failed")
 
     def finish(self, outcome: Any, *, stage: Stage) -> None:
-        more = {} if stage == "published" else {"error": repr(outcome)}
-        events.emit(f"save.{stage}", step=self.step, rank=self._checkpointer.rank, path=self.handle.path, **more)
+        handle, rank = self.handle, self._checkpointer.rank
+        more = {**handle.figures(outcome), "metrics": self.request.metrics}
+        events.emit(f"save.{stage}", step=self.step, rank=rank, attempt=handle.attempt, path=handle.path, **more)
         super().finish(outcome, stage=stage)
 
 
@@ -146,6 +155,7 @@ class Checkpointer(Deliverer[CheckpointDelivery]):
         self._group = group
         self._engine = engine
         self.runner = AttemptRunner(storage, group, engine, deadlines_of(config))
+        self._on_suspicious = config.on_suspicious
         self._engine_plan: tuple[DeliveryPlan, int] | None = None
         """Of captures that are streamed, one after the other; used by the thread that delivers."""
 
@@ -181,6 +191,8 @@ class Checkpointer(Deliverer[CheckpointDelivery]):
             partial(self._persist, capture, job),
             step=step,
             handle=job.handle,
+            before_publish=partial(self._examine, job),
+            note=partial(self._note, job, capture),
         )
         path = self._storage.path(attempt.name)
         try:
@@ -242,6 +254,26 @@ class Checkpointer(Deliverer[CheckpointDelivery]):
             chain=request.chain,
         )
 
+    def _note(self, job: CheckpointDelivery, capture: Capture, attempt: Attempt) -> RankNote:
+        look = b""
+        if capture.look is not None and capture.plan is not None:
+            look = capture.look.told(capture.plan.rank_plan, attempt.same)
+        return note_of(job.handle, self._group.rank, look)
+
+    def _examine(self, job: CheckpointDelivery, attempt: Attempt) -> None:
+        """Tell what is suspicious about the save, on rank 0; raises `SaveFailed` if that is to end it."""
+        found = suspicions(attempt.notes)
+        if not found:
+            return
+        step, path = job.step, job.handle.path
+        for one in found:
+            _log.warning("step %s (%s): %s", step, one.what, one.message)
+            fields = {"what": one.what, "tensors": one.tensors, "message": one.message}
+            events.emit("save.suspicious", step=step, rank=0, attempt=attempt.id, path=path, **fields)
+        if self._on_suspicious == "raise":
+            raise SaveFailed(f"on_suspicious='raise': {found[0].message}", step=step, rank=None)
+        attempt.add_extra({"suspicious": [msgspec.structs.asdict(one) for one in found]})
+
     def _tell_engine(self, capture: Capture) -> None:
         """Send a new plan to the engine, which prepares while this rank begins the attempt."""
         if capture.error is None and capture.plan is not None:
@@ -266,7 +298,14 @@ class Checkpointer(Deliverer[CheckpointDelivery]):
             handle.advance("persisting")
             image, memory = self._image_in_engine(capture.buffer), capture.buffer.image
             handle.add_stats(host_bytes=memory.nbytes)
-            line = self.runner.write(attempt, plan=plan, image=image, verify=lambda: verify_staging(capture))
+            rank_plan = capture.plan.rank_plan
+
+            def verify() -> None:
+                verify_staging(capture)
+                if capture.look is not None:
+                    capture.look.scan(rank_plan, capture.bytes_of)
+
+            line = self.runner.write(attempt, plan=plan, image=image, verify=verify)
         handle.add_stats(persist_s=time.perf_counter() - began, bytes=line.nbytes)
         events.count("bytes_persisted", line.nbytes)
         return line

@@ -24,6 +24,7 @@ import torch
 
 from holdfast._version import __version__
 from holdfast.commit.attempt import Attempt, Deadlines
+from holdfast.commit.messages import RankNote
 from holdfast.coordination.failure import AttemptAborted, Outcome, RankFailure
 from holdfast.engine.client import EngineClient
 from holdfast.engine.messages import CopySource, FileRow
@@ -190,16 +191,20 @@ class AttemptRunner:
         handle: SaveHandle,
         before_publish: Callable[[Attempt], None] | None = None,
         settled: Callable[[Outcome], None] = lambda _: None,
+        note: Callable[[Attempt], RankNote | None] = lambda _: None,
     ) -> Attempt:
         """Begin the attempt ``key``, have it written, and return it published; raises the same error on every rank.
 
-        plan: as for `begin`. persist, before_publish: as for `carry`. settled: called once the outcome is known.
+        plan: as for `begin`. persist, before_publish, note: as for `carry`. settled: called once the outcome is known.
         """
         attempt = self.begin(key, plan, step=step)
         handle.attempt = attempt.id
         before = None if before_publish is None else partial(before_publish, attempt)
-        outcome, commit_s = self.carry(attempt, partial(persist, attempt), before_publish=before)
+        outcome, commit_s = self.carry(
+            attempt, partial(persist, attempt), before_publish=before, note=partial(note, attempt)
+        )
         handle.add_stats(commit_s=commit_s)
+        handle.ranks = attempt.notes
         settled(outcome)
         if isinstance(outcome, AttemptAborted):
             raise outcome.reason.error(step=step, what=self._what)
@@ -336,6 +341,7 @@ class AttemptRunner:
         Ends early where a rank has given up.
         """
         found = self._wait_engine(attempt, self._engine.wait_reported)
+        attempt.same = found.same
         rank = self._group.rank if rank is None else rank
         name = self._storage.stored_as(report_name(rank), attempt.id)
         return ManifestReport(rank, name, found.size, found.digest, found.nbytes, found.parts)
@@ -374,11 +380,13 @@ class AttemptRunner:
         persist: Callable[[], ManifestReport | Sequence[ManifestReport]],
         *,
         before_publish: Callable[[], None] | None = None,
+        note: Callable[[], RankNote | None] = lambda: None,
     ) -> tuple[Outcome, float]:
         """Run a begun attempt to its end; return its outcome and the seconds since this rank's ``persist`` ended.
 
         ``persist`` returns once the rank's report is durable; if it raises, this rank votes to abort once its engine
-        can't report any more. ``before_publish``: see `Attempt.settle`. Raises `OutcomeUnknown`.
+        can't report any more. ``before_publish``: see `Attempt.settle`. ``note``: returns what to tell rank 0 beside
+        the report. Raises `OutcomeUnknown`.
         """
         unreported: RankFailure | None = None
         may_be_left = True
@@ -388,7 +396,7 @@ class AttemptRunner:
             stopped, may_be_left = self._stop_engine_work(attempt)
             unreported = RankFailure.of(error, rank=self._group.rank, unreported=stopped)
         else:
-            attempt.report(*((report,) if isinstance(report, ManifestReport) else report))
+            attempt.report(*((report,) if isinstance(report, ManifestReport) else report), note=note())
         reported = time.perf_counter()
         try:
             outcome = attempt.settle(unreported=unreported, may_be_left=may_be_left, before_publish=before_publish)
@@ -415,6 +423,12 @@ class AttemptRunner:
         except HoldfastError as error:
             _log.warning("attempt %s: %s", attempt.id, error)
             return False, True
+
+
+def note_of(handle: SaveHandle, rank: int, look: bytes = b"") -> RankNote:
+    """Return what ``rank`` tells of the save of ``handle`` when it has reported."""
+    stats = handle.stats
+    return RankNote(rank, handle.began_s, stats.stall_s, stats.staging_s, stats.persist_s, stats.bytes, look)
 
 
 def deadlines_of(config: CheckpointConfig) -> Deadlines:

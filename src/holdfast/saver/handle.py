@@ -18,13 +18,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast.catalog.listing import size_text
-from holdfast.errors import CallbackFailed, ConfigError, DeadlineExceeded
+from holdfast.errors import CallbackFailed, ConfigError, DeadlineExceeded, SaveFailed
 from holdfast.loader.notebook import facts_html
 from holdfast.validation import checked_wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
+    from holdfast.commit.messages import RankNote
     from holdfast.loader.checkpoint import Checkpoint
 
 
@@ -171,6 +172,10 @@ class SaveHandle:
         self._wait_staged = wait_staged
         self._stage: Stage = "staging"
         self._stats = SaveStats()
+        self.began_s = time.time()
+        """When the save was called, in seconds since the epoch."""
+        self.ranks: tuple[RankNote, ...] = ()
+        """What each rank told of its part, on rank 0 once that is known."""
         self._future: concurrent.futures.Future[Checkpoint] = concurrent.futures.Future()
         self._future.set_running_or_notify_cancel()
         self._lock = threading.Lock()
@@ -306,6 +311,32 @@ class SaveHandle:
             ) from None
 
     # Called by the saver. ----------------------------------------------------------------------------------------
+
+    def figures(self, outcome: object) -> dict[str, Any]:
+        """Return the fields of the event that tells that the save ended with ``outcome``: `stats` and the cause.
+
+        On rank 0 ``ranks``, too: for each rank that has told it (rank, began_s, stall_s, staging_s, persist_s, nbytes),
+        None where it doesn't know.
+        """
+        stats = self._stats
+        figures: dict[str, Any] = {
+            "nbytes": stats.bytes,
+            "stall_s": stats.stall_s,
+            "staging_s": stats.staging_s,
+            "persist_s": stats.persist_s,
+            "commit_s": stats.commit_s,
+            "began_s": self.began_s,
+        }
+        if self.ranks:
+            figures["ranks"] = tuple(
+                (note.rank, note.began_s, note.stall_s, note.staging_s, note.persist_s, note.nbytes)
+                for note in self.ranks
+            )
+        if isinstance(outcome, BaseException):
+            cause = outcome.__cause__ if isinstance(outcome, SaveFailed) and outcome.__cause__ else outcome
+            figures["error"], figures["message"] = repr(outcome), str(outcome)
+            figures["error_class"], figures["failed_rank"] = type(cause).__name__, getattr(outcome, "rank", None)
+        return figures
 
     def advance(self, stage: Stage) -> None:
         """Enter a stage that doesn't end the save."""

@@ -23,7 +23,7 @@ import queue
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from holdfast import _torch_compat as compat
 from holdfast import events
@@ -45,6 +45,7 @@ from holdfast.saver.handle import Callbacks, SaveHandle
 from holdfast.saver.reentry import Entries, entry
 from holdfast.saver.snapshot import SnapshotTaker
 from holdfast.saver.stager import IDLE_GRACE_S, BufferReservation, MissedSave, Stager, WarmUp
+from holdfast.saver.suspicion import StateWatch
 from holdfast.staging.copy_job import Staging
 from holdfast.staging.stream import StreamedStaging
 
@@ -101,6 +102,8 @@ class Saver:
         )
         self.shares = SharedCaptures(group.ranks)
         self._snapshots = SnapshotTaker()
+        forgets = config.on_suspicious == "raise"
+        self._watch = None if config.on_suspicious == "ignore" else StateWatch(group.rank, group.world, forgets=forgets)
         self._in_flight: dict[threading.Event, Capture | None] = {}
         """Captures started and not ended, by `Capture.answered`; None until the capture exists."""
         self._unconfirmed: list[Capture] = []
@@ -261,6 +264,11 @@ class Saver:
             if parameters is None or parameters(capture.snapshot.update_ids):
                 self._confirm_or_give_up(capture)
 
+    def note_step(self, optimizer: Any) -> None:
+        """Note, on the training thread, that ``optimizer`` is about to step."""
+        if self._watch is not None:
+            self._watch.note_step(optimizer)
+
     def before_load(self) -> None:
         """`before_update` for a load; raises nothing that other ranks don't raise."""
         self.before_update()
@@ -420,6 +428,7 @@ class Saver:
                 answered=answered,
                 stream=stream,
                 buffer=claim.buffer,
+                look=None if self._watch is None or needs is not None else self._watch.look(snapshot, step),
             )
         self._stager.begin_copies(capture)
         return capture

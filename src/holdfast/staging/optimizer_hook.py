@@ -7,6 +7,7 @@ only checks an empty tuple.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,6 +24,10 @@ class Guard(Protocol):
     """Interface called before an update."""
 
     def before_update(self, parameters: Callable[[frozenset[int]], bool] | None = None) -> None: ...
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """Note that ``optimizer`` is about to step; raises nothing."""
+        ...
 
     def before_load(self) -> None:
         """Wait as before an update of everything, but raise nothing: a rank that leaves a load strands the others."""
@@ -76,21 +81,30 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
     for guard in _living():
         guard.before_update(touches)
+        with contextlib.suppress(Exception):  # groups of another kind: saves are looked at without this optimizer
+            guard.note_step(optimizer)
 
 
 class UpdateGuard:
     """Run before every update: wait for copies, then raise failures that stop training."""
 
     def __init__(
-        self, wait: Callable[[Callable[[frozenset[int]], bool] | None], None], raise_failures: Callable[[], None] | None
+        self,
+        wait: Callable[[Callable[[frozenset[int]], bool] | None], None],
+        raise_failures: Callable[[], None] | None,
+        note_step: Callable[[Optimizer], None],
     ) -> None:
         self._wait = wait
         self._raise_failures = raise_failures
+        self._note_step = note_step
 
     def before_update(self, parameters: Callable[[frozenset[int]], bool] | None = None) -> None:
         self._wait(parameters)
         if self._raise_failures is not None:
             self._raise_failures()
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        self._note_step(optimizer)
 
     def before_load(self) -> None:
         self._wait(None)

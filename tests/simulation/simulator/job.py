@@ -22,6 +22,7 @@ from holdfast.plan.write import PlannedFile, RankPlan
 from holdfast.saver.agreement import Agreement, PlanProposal, Whole
 from holdfast.saver.capture import DeliveryPlan
 from holdfast.saver.checkpointer import Checkpointer, SaveRequest
+from holdfast.saver.handle import SaveStats
 from holdfast.saver.startup import settle_root
 from holdfast.staging.copy_job import VERIFY_GRACE_S
 from holdfast.storage.files import create_root
@@ -39,7 +40,7 @@ ROOT = "/jobs/root"
 TEMPLATE = "step-{step}"
 FOREIGN = "trainer_state.json"
 METADATA = b"what DCP would say" * 40
-CONFIG = SimpleNamespace(stage_timeout=4.0, persist_timeout=4.0, commit_timeout=3.0)
+CONFIG = SimpleNamespace(stage_timeout=4.0, persist_timeout=4.0, commit_timeout=3.0, on_suspicious="warn")
 SAVE_LIMIT_S = 90.0
 """A save that takes longer, slow storage calls apart, has hung: every deadline on its way is far shorter."""
 
@@ -63,6 +64,8 @@ class Handle:
     """What a `SaveHandle` is to a delivery."""
 
     attempt = ""
+    stats = SaveStats()
+    began_s = 0.0
 
     def advance(self, _stage):
         pass
@@ -79,7 +82,7 @@ class SimCapture:
         # Until then a delivery lets the training thread say whether the state held still.
         now = scheduler.Current.sim.now
         self.staging = SimpleNamespace(copied_at=now - VERIFY_GRACE_S + scheduler.Current.sim.faults.verify_delay())
-        self.stream = None
+        self.stream = self.look = None
         self.confirmed = scheduler.Event()
         self._changed = changed
 

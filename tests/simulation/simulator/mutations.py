@@ -206,7 +206,7 @@ mutation(
 
 def wait_one_report(self, timeout_s, count):
     found = self._board.wait_entries(self._reports, 1, timeout_s=timeout_s, waiting_for="a report")
-    return sorted(map(news._REPORT.decode, found), key=lambda line: line.rank)
+    return news.reports_in(found)
 
 
 def wait_reports_in_time(self):
@@ -214,7 +214,7 @@ def wait_reports_in_time(self):
         return self._news.wait_reports(max(0.0, self.persist_by - self._clock()), self._plan.world)
     except DeadlineExceeded:
         found = self._news._board.try_entries(self._news._reports)
-        return sorted(map(news._REPORT.decode, found), key=lambda line: line.rank)
+        return news.reports_in(found)
 
 
 REAL_ENGINE_RUN = engine_attempt.WriteJob._run
@@ -239,7 +239,7 @@ def publish_manifest_last(self):
     reason = REAL_COMMIT_PUBLISH(self)
     if reason is None:
         found = self._news._board.try_entries(self._news._reports)
-        lines = sorted(map(news._REPORT.decode, found), key=lambda line: line.rank)
+        lines = news.reports_in(found)
         manifest = encode_manifest(publish.finish_manifest(self._plan, lines))
         self._storage.write_file(f"{self.name}/{MANIFEST_NAME}", manifest)
         local.clear_scaffolding(self._storage, self.name)

@@ -1,0 +1,477 @@
+"""The journal of a root: what its runs did, one JSON object a line, written as it happens. Torch-free.
+
+    ROOT/.holdfast/journal.jsonl           appended to by rank 0 of the manager that holds the root's lock
+    ROOT/.holdfast/journal.old.jsonl       what it was before it was over 8 MiB
+    ROOT/.holdfast/journal/{run}.jsonl     on an object store: one object a run, put whole
+
+    manager -> `Journal.note`, hooks -> `Journal.hear` -> queue -> its own thread -> one `write` a line
+    readers -> `read_journal`
+
+Guarantees: `note`, `hear` and `step` append to a queue, and never raise or wait: no save fails, or is late, because of
+the journal. What can't be written, or comes faster than it is, is dropped and counted (``journal_dropped`` of
+`holdfast.statistics`). Bounded in memory and in the storage. A line that is torn, or isn't JSON, is no obstacle to
+readers, and none to the next writer.
+Assumes: one writer a root, which holds its lock.
+Does not: sync. What was written survives the death of the process, not a power cut. A store has what happened up to
+30 seconds ago.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import math
+import os
+import queue
+import secrets
+import socket
+import stat
+import sys
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from holdfast import events
+from holdfast._version import __version__
+from holdfast.errors import HoldfastError
+from holdfast.storage.locks import DIRECTORY
+from holdfast.storage.protocol import AnswersRequests
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from holdfast.events import Event
+    from holdfast.storage.protocol import Readable, Storage
+
+_log = logging.getLogger("holdfast")
+
+VERSION: Final = 1
+FILE: Final = f"{DIRECTORY}/journal.jsonl"
+OLD_FILE: Final = f"{DIRECTORY}/journal.old.jsonl"
+RUNS: Final = f"{DIRECTORY}/journal"
+FILE_BYTES_MAX: Final = 8 << 20
+OBJECT_BYTES_MAX: Final = 1 << 20
+OBJECTS_MAX: Final = 64
+"""How many runs are kept on an object store; a run of more than `PUT_EVERY_S` removes the others."""
+LINE_BYTES_MAX: Final = 64 << 10
+QUEUED_MAX: Final = 4096
+PUT_EVERY_S: Final = 30.0
+STEP_EVERY_S: Final = 30.0
+CLOSE_S: Final = 2.0
+"""How long `Journal.close` waits for what is queued."""
+RANKS_MAX: Final = 512
+MESSAGE_CHARS_MAX: Final = 1000
+NAMES_MAX: Final = 20
+_FLAGS: Final = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_FIGURES: Final = ("nbytes", "stall_s", "staging_s", "persist_s", "commit_s")
+_STALL_AT: Final = 2
+"""Where in a row of ``ranks`` its seconds begin."""
+
+
+class RunConfig(Protocol):
+    """The part of a manager's configuration that the journal tells."""
+
+    @property
+    def every(self) -> int | None: ...
+
+    @property
+    def mode(self) -> str: ...
+
+    @property
+    def staging(self) -> str: ...
+
+    @property
+    def in_flight(self) -> int: ...
+
+
+class Sink(Protocol):
+    """Where lines go. Methods are called on the journal's thread, and raise `OSError` or `HoldfastError`."""
+
+    def add(self, line: bytes) -> None: ...
+
+    def flush(self, *, last: bool) -> float | None:
+        """Write what is due; return the seconds until more is, None if nothing is left."""
+        ...
+
+
+class Journal:
+    """The journal of one manager's life. `note`, `hear`, `step` and `close` may be called from any thread."""
+
+    def __init__(self, storage: Storage, config: RunConfig, *, world: int) -> None:
+        """config: some of it is told. world: number of ranks."""
+        self.run = f"{time.time_ns() // 1_000_000:012x}{secrets.token_hex(4)}"
+        """Hexadecimal; later runs sort behind earlier ones."""
+        self._root = storage.root
+        self.exports: tuple[str, ...] = ()
+        """Roots whose exports are of this run, too."""
+        self._sink = _sink_of(storage, self.run)
+        self._owner = os.getpid()
+        self._queue: queue.SimpleQueue[tuple[float, str, Mapping[str, Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="holdfast-journal", daemon=True)
+        self._next_step_at = -math.inf
+        self._last_step: int | None = None
+        self._closed = self._complained = False
+        self.how = "closed"
+        """How the run ended, for `close`."""
+        self._stop_hearing: Callable[[], None] = lambda: None
+        if self._sink is not None:
+            self.note("run.started", **_start(config, world))
+            self._stop_hearing = events.add_hook(self.hear)
+
+    def start(self) -> None:
+        """Write what was noted so far, and what follows, until `close`."""
+        if self._sink is None:
+            return
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            _log.warning("no thread can be started for the journal of %s: %s", self._root, error)
+            self._stop_hearing()
+            self._sink = None
+
+    def note(self, kind: str, **fields: Any) -> None:
+        """Append a line of ``kind``; fields: of JSON's types. Costs the append to a queue."""
+        if self._sink is None or self._closed:
+            return
+        if self._queue.qsize() >= QUEUED_MAX:
+            events.count("journal_dropped")
+            return
+        self._queue.put((time.time(), kind, fields))
+
+    def step(self, step: int) -> None:
+        """Note that training is at ``step``; written at most every 30 seconds, and at the end."""
+        self._last_step = step
+        now = time.monotonic()
+        if now >= self._next_step_at:
+            self._next_step_at = now + STEP_EVERY_S
+            self.note("step", step=step)
+
+    def hear(self, event: Event) -> None:
+        """Note ``event``, if it is of this root: a hook of `holdfast.events`."""
+        told = _TOLD.get(event.kind)
+        if told is None or event.rank not in (0, None) or os.getpid() != self._owner or not self._is_of_root(event):
+            return
+        kind, fields = told(event)
+        self.note(kind, **fields)
+
+    def close(self) -> None:
+        """Note `how` the run ended, and write what is queued, for at most `CLOSE_S`; idempotent."""
+        if self._closed or os.getpid() != self._owner:
+            return
+        self._stop_hearing()
+        if self._last_step is not None:
+            self.note("step", step=self._last_step)
+        self.note("run.ended", how=self.how)
+        self._closed = True
+        self._queue.put(None)
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(CLOSE_S)
+            if self._thread.is_alive():
+                _log.warning("the journal of %s is not written to its end: the storage hangs, or is slow", self._root)
+
+    def _is_of_root(self, event: Event) -> bool:
+        if event.path is None or event.kind.startswith("version."):
+            return True
+        roots = self.exports if event.kind.startswith("export.") else (self._root,)
+        return any(event.path == root or event.path.startswith(f"{root}/") for root in roots)
+
+    # Its thread. -------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        sink, wait_s, last = self._sink, None, False
+        assert sink is not None
+        while not last:
+            entry: tuple[float, str, Mapping[str, Any]] | None
+            with contextlib.suppress(queue.Empty):
+                entry = self._queue.get(timeout=wait_s)
+                last = entry is None
+                if entry is not None:
+                    self._add(sink, *entry)
+                    if not self._queue.empty():
+                        continue
+            try:
+                wait_s = sink.flush(last=last)
+            except (OSError, HoldfastError) as error:
+                wait_s = PUT_EVERY_S
+                self._complain(error)
+
+    def _add(self, sink: Sink, t: float, kind: str, fields: Mapping[str, Any]) -> None:
+        try:
+            sink.add(render({"v": VERSION, "t": round(t, 6), "run": self.run, "kind": kind, **fields}))
+        except (OSError, HoldfastError, ValueError, TypeError) as error:
+            events.count("journal_dropped")
+            self._complain(error)
+
+    def _complain(self, error: Exception) -> None:
+        if not self._complained:
+            self._complained = True
+            _log.warning("the journal of %s misses lines: %s; saves are not affected", self._root, error)
+
+
+def _start(config: RunConfig, world: int) -> dict[str, Any]:
+    torch = sys.modules.get("torch")
+    return {
+        "world": world,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "holdfast": __version__,
+        "torch": None if torch is None else str(torch.__version__),
+        "resumed_from": None,
+        "steps_lost": None,
+        "config": {name: getattr(config, name) for name in ("every", "mode", "staging", "in_flight")},
+    }
+
+
+def _sink_of(storage: Storage, run: str) -> Sink | None:
+    """Return where the journal of ``storage`` goes; None for a storage that is no directory and answers no requests."""
+    if isinstance(storage, AnswersRequests):
+        return ObjectSink(storage, run)
+    return FileSink(storage.root) if os.path.isabs(storage.root) else None
+
+
+class FileSink:
+    """`Sink` in the directory ``.holdfast`` of a root, which the lock has made; opened for each batch of lines."""
+
+    def __init__(self, root: str) -> None:
+        self._path, self._old = os.path.join(root, FILE), os.path.join(root, OLD_FILE)
+        self._fd = -1
+
+    def add(self, line: bytes) -> None:
+        if self._fd < 0:
+            self._fd = self._opened()
+        written = os.write(self._fd, line)
+        if written < len(line):
+            self.flush(last=False)  # the next line begins with a newline
+            raise OSError(errno.ENOSPC, "only a part of a line could be written", self._path)
+
+    def flush(self, *, last: bool) -> float | None:
+        del last
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+        return None
+
+    def _opened(self) -> int:
+        fd = os.open(self._path, _FLAGS, 0o666)
+        try:
+            size = _size_of_plain(fd, self._path)
+            if size and os.pread(fd, 1, size - 1) != b"\n":
+                os.write(fd, b"\n")
+            if size <= FILE_BYTES_MAX:
+                return fd
+            os.rename(self._path, self._old)
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+        return os.open(self._path, _FLAGS | os.O_EXCL, 0o666)
+
+
+def _size_of_plain(fd: int, path: str) -> int:
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return found.st_size
+
+
+class ObjectSink:
+    """`Sink` on an object store: one object a run, put again as a whole, at most every `PUT_EVERY_S` and at the end."""
+
+    def __init__(self, storage: Storage, run: str) -> None:
+        self._storage = storage
+        self._name = f"{RUNS}/{run}.jsonl"
+        self._first = b""  # it says which run this is: never dropped
+        self._rest: deque[bytes] = deque()
+        self._nbytes = 0
+        self._put_at = time.monotonic()
+        self._is_new, self._dirty = True, False
+
+    def add(self, line: bytes) -> None:
+        self._dirty = True
+        self._nbytes += len(line)
+        if not self._first:
+            self._first = line
+            return
+        self._rest.append(line)
+        while self._nbytes > OBJECT_BYTES_MAX:
+            self._nbytes -= len(self._rest.popleft())
+
+    def flush(self, *, last: bool) -> float | None:
+        left_s = self._put_at + PUT_EVERY_S - time.monotonic()
+        if not self._dirty:
+            return None
+        if left_s > 0 and not last:
+            return left_s
+        self._put_at = time.monotonic()
+        self._storage.replace_file(self._name, b"".join((self._first, *self._rest)), by=f"{self._name}.part")
+        self._dirty = False
+        if self._is_new and not last:  # a short run leaves that to a longer one: an end is no time for requests
+            self._is_new = False
+            for name in sorted(self._storage.list_dir(RUNS))[:-OBJECTS_MAX]:
+                self._storage.unlink(f"{RUNS}/{name}")
+        return None
+
+
+def render(line: Mapping[str, Any]) -> bytes:
+    """Return ``line`` as JSON with its newline; without its ranks, metrics and tensors if it would be too long.
+
+    Numbers that JSON doesn't know are null. Raises `ValueError` for a line that is too long all the same.
+    """
+    shorter = line
+    for without in ((), ("ranks",), ("ranks", "metrics", "tensors")):
+        shorter = {key: None if key in without else value for key, value in line.items()}
+        data = json.dumps(_finite(shorter), separators=(",", ":"), default=str).encode() + b"\n"
+        if len(data) <= LINE_BYTES_MAX:
+            return data
+    raise ValueError(f"a line of kind {line.get('kind')!r:.100} has more than {LINE_BYTES_MAX} bytes")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+# What is told of each event. -----------------------------------------------------------------------------------------
+
+
+def _of_save(event: Event) -> dict[str, Any]:
+    return {"step": event.step, "attempt": event.attempt, "name": _name(event)}
+
+
+def _name(event: Event) -> str | None:
+    return None if event.path is None else event.path.rpartition("/")[2]
+
+
+def _figures(event: Event) -> dict[str, Any]:
+    fields = event.fields
+    rows = fields.get("ranks")
+    return {"began": fields.get("began_s"), "ranks": None if rows is None else slowest(rows)}
+
+
+def slowest(rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Return the ``rows`` of ranks, in order; of more than `RANKS_MAX` those of the slowest."""
+    found = [list(row) for row in rows]
+    if len(found) > RANKS_MAX:
+        found.sort(key=lambda row: -sum(value or 0.0 for value in row[_STALL_AT : _STALL_AT + 3]))
+        found = sorted(found[:RANKS_MAX])
+    return found
+
+
+def _published(event: Event) -> tuple[str, dict[str, Any]]:
+    fields, kind_of = event.fields, "export" if event.kind.startswith("export.") else "checkpoint"
+    figures = {name: fields.get(name) for name in _FIGURES}
+    if rows := fields.get("ranks"):
+        figures["nbytes"] = sum(row[-1] or 0 for row in rows)
+    metrics = dict(fields.get("metrics") or {})
+    return "save.published", {**_of_save(event), "kind_of": kind_of, **figures, "metrics": metrics, **_figures(event)}
+
+
+def _failed(event: Event) -> tuple[str, dict[str, Any]]:
+    fields, kind_of = event.fields, "export" if event.kind.startswith("export.") else "checkpoint"
+    text = str(fields.get("error", ""))
+    error = fields.get("error_class") or text.partition("(")[0]
+    told = {"error": error, "message": str(fields.get("message") or text)[:MESSAGE_CHARS_MAX]}
+    rank = fields.get("failed_rank")
+    return "save.failed", {**_of_save(event), "kind_of": kind_of, **told, "rank": rank, **_figures(event)}
+
+
+def _loaded(event: Event) -> tuple[str, dict[str, Any]]:
+    fields = event.fields
+    figures = {"seconds": fields.get("load_s"), "nbytes": fields.get("bytes_read")}
+    return "load.finished", {"step": event.step, "name": _name(event), **figures}
+
+
+def _version(event: Event) -> tuple[str, dict[str, Any]]:
+    fields = event.fields
+    figures = {"receiver": fields.get("receiver"), "seconds": fields.get("seconds")}
+    return event.kind, {"version": event.step, "step": fields.get("train_step"), **figures}
+
+
+def _recovered(event: Event) -> tuple[str, dict[str, Any]]:
+    return "recovery", {"name": _name(event), "what": event.kind.partition(".")[2]}
+
+
+_TOLD: Final[dict[str, Callable[[Event], tuple[str, dict[str, Any]]]]] = {
+    "save.started": lambda event: ("save.started", _of_save(event)),
+    "save.published": _published,
+    "save.failed": _failed,
+    "save.suspicious": lambda event: (
+        "warning",
+        {
+            "what": event.fields.get("what"),
+            "step": event.step,
+            "tensors": list(event.fields.get("tensors", ()))[:NAMES_MAX],
+            "message": str(event.fields.get("message"))[:MESSAGE_CHARS_MAX],
+        },
+    ),
+    "save.skipped": lambda event: ("save.missed", {"step": event.step, "reason": "when_busy='skip'"}),
+    "export.published": _published,
+    "export.failed": _failed,
+    "checkpoint.deleted": lambda event: (
+        "checkpoint.deleted",
+        {"step": event.step, "name": _name(event), "reason": "retention"},
+    ),
+    "load.finished": _loaded,
+    "load.fallback": lambda event: (
+        "load.fallback",
+        {"step": event.step, "name": _name(event), "error": event.fields.get("error")},
+    ),
+    "recovery.rolled_forward": _recovered,
+    "recovery.removed": _recovered,
+    "recovery.restored": _recovered,
+    "signal.received": lambda event: ("signal", {"signal": event.fields.get("signal")}),
+    "version.published": _version,
+    "version.received": _version,
+}
+
+
+# Readers. ------------------------------------------------------------------------------------------------------------
+
+
+def read_journal(storage: Readable) -> list[dict[str, Any]]:
+    """Return the lines of the journal of ``storage``, in the order they were written; empty if there is none.
+
+    Lines that are torn, aren't JSON, or are of no kind are left out. Raises `StorageError`.
+    """
+    found: list[dict[str, Any]] = []
+    if isinstance(storage, AnswersRequests):
+        names = [f"{RUNS}/{name}" for name in sorted(storage.list_dir(RUNS)) if name.endswith(".jsonl")]
+    else:
+        names = [OLD_FILE, FILE]
+    for name in names:
+        found += parse_lines(_tail(storage, name))
+    return found
+
+
+def parse_lines(data: bytes) -> list[dict[str, Any]]:
+    """Return those lines of ``data`` that are lines of a journal."""
+    found = []
+    for line in data.splitlines():
+        if not line.startswith(b"{") or len(line) > LINE_BYTES_MAX:
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row.get("kind"), str) and isinstance(row.get("run"), str) and _is_time(row.get("t")):
+            found.append(row)
+    return found
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _tail(storage: Readable, name: str) -> bytes:
+    """Return the end of a file, of as much as a journal may have: more is not one that was written here."""
+    size = storage.size(name)
+    if not size:
+        return b""
+    most = FILE_BYTES_MAX + (1 << 20)
+    return storage.read_range(name, max(0, size - most), min(size, most))
