@@ -187,9 +187,9 @@ class CheckpointManager:
             if exports:
                 from holdfast.export.exporter import exporters_of  # heavy; imported only for exports
 
+                self._deliverers.add(exporters_of(exports, state, self._root, self._saver.session))
                 if self._journal is not None:
                     self._journal.exports = tuple(os.fspath(export.root) for export in exports)
-                self._deliverers.add(exporters_of(exports, state, self._root, self._saver.session))
             self._deliverers.open(deliveries, self._saver.session)
             if config.save_on_signal:
                 self._preemption = Preemption(group.board, config.save_on_signal, config.signal_timeout)

@@ -32,6 +32,7 @@ import sys
 import threading
 import time
 from collections import deque
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from holdfast import events
@@ -43,6 +44,7 @@ from holdfast.storage.protocol import AnswersRequests
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from holdfast.catalog.retention import Keep
     from holdfast.events import Event
     from holdfast.storage.protocol import Readable, Storage
 
@@ -85,6 +87,9 @@ class RunConfig(Protocol):
 
     @property
     def in_flight(self) -> int: ...
+
+    @property
+    def keep(self) -> Keep | None: ...
 
 
 class Sink(Protocol):
@@ -221,7 +226,10 @@ def _start(config: RunConfig, world: int) -> dict[str, Any]:
         "torch": None if torch is None else str(torch.__version__),
         "resumed_from": None,
         "steps_lost": None,
-        "config": {name: getattr(config, name) for name in ("every", "mode", "staging", "in_flight")},
+        "config": {
+            **{name: getattr(config, name) for name in ("every", "mode", "staging", "in_flight")},
+            "keep": None if config.keep is None else asdict(config.keep),
+        },
     }
 
 

@@ -18,9 +18,10 @@ import pytest
 from holdfast import events
 from holdfast.catalog import journal as journals
 from holdfast.catalog.journal import FILE, LINE_BYTES_MAX, OLD_FILE, Journal, parse_lines, read_journal, render
+from holdfast.catalog.retention import Keep
 from holdfast.storage.local import open_storage
 
-CONFIG = SimpleNamespace(every=10, mode="async", staging="lazy", in_flight=2)
+CONFIG = SimpleNamespace(every=10, mode="async", staging="lazy", in_flight=2, keep=Keep())
 
 
 @pytest.fixture
@@ -60,7 +61,13 @@ def test_what_is_noted_is_there_in_order_while_the_run_goes_on(root: Path) -> No
     assert {(row["v"], row["run"]) for row in found} == {(1, journal.run)}
     assert found[0]["world"] == 1
     assert found[0]["pid"] == os.getpid()
-    assert found[0]["config"] == {"every": 10, "mode": "async", "staging": "lazy", "in_flight": 2}
+    assert found[0]["config"] == {
+        "every": 10,
+        "mode": "async",
+        "staging": "lazy",
+        "in_flight": 2,
+        "keep": {"last": 3, "every": None, "minutes": None, "best": None},
+    }
     assert all(row["t"] == pytest.approx(time.time(), abs=60.0) for row in found)
 
 

@@ -61,8 +61,11 @@ def test_the_summary_has_what_manifests_tell(root):
     assert summary["branches"] == [{"branch": 0, "from": None, "at": None}, {"branch": 1, "from": 0, "at": 200}]
 
 
-def test_without_a_journal_only_what_always_holds_keeps_a_step(root):
-    summary = summary_of(str(root))
+def test_without_a_journal_only_what_always_holds_keeps_a_step(root, tmp_path):
+    target = tmp_path / "copy"
+    subprocess.run(["cp", "-r", str(root), str(target)], check=True)
+    (target / ".holdfast" / "journal.jsonl").unlink()
+    summary = summary_of(str(target))
     rows = rows_of(summary)
     assert not summary["journal"]["present"]
     assert summary["keep"] is None
