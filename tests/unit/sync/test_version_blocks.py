@@ -435,3 +435,23 @@ def test_polls_that_find_nothing_are_cheap_and_miss_nothing(
         assert receiver.stats.fetch_s >= sum(receiver.stats.phases.values()) - 1e-3
         with pytest.raises(ConfigError, match="into is a list"):
             receiver.receive([], timeout=TIMEOUT_S)
+
+
+def test_an_answer_to_a_question_that_was_cancelled_is_not_taken_for_the_next_ones(sides: Sides) -> None:
+    """It says what there was then: who believes it waits for a version that has been published."""
+    publisher, receiver = sides.publishing(), sides.receiving()
+    publish(publisher, 1)
+    fetch(receiver, zeros()).commit()
+    ranks = receiver._ranks
+    assert ranks is not None
+
+    def cancelled() -> None:
+        raise FetchCancelled("for the test")
+
+    with ranks.sending(), pytest.raises(FetchCancelled):
+        ranks.records(Deadline.after(TIMEOUT_S), cancelled)
+    time.sleep(0.2)  # it has been answered
+    publish(publisher, 2)
+    with ranks.sending():
+        found = ranks.records(Deadline.after(TIMEOUT_S), lambda: None)
+    assert [record.version for record in found] == [1, 2]

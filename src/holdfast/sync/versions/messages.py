@@ -61,9 +61,10 @@ class Introduce(EngineMessage, frozen=True):
 
 
 class AskNews(EngineMessage, frozen=True):
-    """Ask for `News` now, and unless ``once``, whenever they change."""
+    """Ask for `News` now, and unless ``once``, whenever they change. number: that of the answer, if it is one."""
 
     once: bool = False
+    number: int = 0
 
 
 class TakeLease(EngineMessage, frozen=True):
@@ -153,9 +154,10 @@ class ReadHeld(EngineMessage, frozen=True):
 
 
 class News(EngineMessage, frozen=True):
-    """The versions that can be fetched, ascending; the last one is the newest."""
+    """The versions that can be fetched, ascending; the last one is the newest. number: of the `AskNews` it answers."""
 
     records: tuple[VersionRecord, ...]
+    number: int = 0
 
 
 class BlockFile(EngineMessage, frozen=True):

@@ -124,7 +124,7 @@ class RankConnections:
         self._blocks: list[dict[int, MappedBlock]] = [{} for _ in places.ranks]
         self._layouts: dict[bytes, BlockLayout] = {}
         self._asked = 0
-        self._news: list[messages.News] = []
+        self._news = messages.News(())
         self._sending = threading.Lock()
         self._returned: deque[tuple[int, messages.Granted]] = deque()
         """Leases to give back; by whoever may send next."""
@@ -177,12 +177,12 @@ class RankConnections:
 
     def records(self, deadline: Deadline, check: Callable[[], None]) -> tuple[messages.VersionRecord, ...]:
         """Ask rank 0 for the versions that there are now. check: called while waiting; may raise."""
-        self._links[0].send(messages.AskNews(once=True))
-        self._news.clear()
-        while not self._news:
+        self._asked += 1
+        self._links[0].send(messages.AskNews(once=True, number=self._asked))
+        while self._news.number != self._asked:  # one that was cut off is answered, too
             check()
             self._hear({}, None, deadline)
-        return self._news[-1].records
+        return self._news.records
 
     def lease(
         self, record: messages.VersionRecord, deadline: Deadline, check: Callable[[], None]
@@ -258,7 +258,7 @@ class RankConnections:
                 for number in blocks.keys() - said.alive:
                     del blocks[number]
             elif isinstance(said, messages.News):
-                self._news.append(said)
+                self._news = said
             elif isinstance(said, messages.Granted):
                 if said.number == self._asked:
                     granted[rank] = said

@@ -205,7 +205,7 @@ class BlockServer:
             self._drop(link)
         elif isinstance(message, messages.AskNews):
             if message.once:
-                link.send(messages.News(self._served.records))
+                link.send(messages.News(self._served.records, message.number))
             else:
                 reader.watches = True
         elif isinstance(message, messages.TakeLease):
