@@ -123,7 +123,7 @@ def test_a_handler_may_save_elsewhere(
     """Even in the middle of something that a save also does: counting."""
     handler.act = lambda: manager.save(1).step
     with monkeypatch.context() as patch:
-        signalled(patch, events, "MappingProxyType")
+        signalled(patch, events, "Statistics")  # made while the counters are locked
         holdfast.statistics()
     manager.wait(WAIT_S)
     handler.act = lambda: manager.save(2).result(WAIT_S).step
