@@ -4,7 +4,7 @@
     ROOT/.holdfast/journal.old.jsonl       what it was before it was over 8 MiB
     ROOT/.holdfast/journal/{run}.jsonl     on an object store: one object a run, put whole
 
-    manager -> `Journal.note`, hooks -> `Journal.hear` -> queue -> its own thread -> one `write` a line
+    manager -> `Journal.note`, hooks -> `Journal.hear` -> queue -> a thread, while it is needed -> one `write` a line
     readers -> `read_journal`
 
 Guarantees: `note`, `hear` and `step` append to a queue, and never raise or wait: no save fails, or is late, because of
@@ -115,7 +115,10 @@ class Journal:
         self._sink = _sink_of(storage, self.run)
         self._owner = os.getpid()
         self._queue: queue.SimpleQueue[tuple[float, str, Mapping[str, Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="holdfast-journal", daemon=True)
+        self._is_started = False
+        self._works = threading.Lock()
+        """Held while there is a thread: it ends when nothing is left to write. Never waited for."""
+        self._ended = threading.Event()
         self._next_step_at = -math.inf
         self._last_step: int | None = None
         self._closed = self._complained = False
@@ -128,23 +131,29 @@ class Journal:
 
     def start(self) -> None:
         """Write what was noted so far, and what follows, until `close`."""
-        if self._sink is None:
+        self._is_started = True
+        self._wake()
+
+    def _wake(self) -> None:
+        """See to it that a thread writes what is queued."""
+        if self._sink is None or not self._is_started or not self._works.acquire(blocking=False):
             return
         try:
-            self._thread.start()
+            threading.Thread(target=self._work, name="holdfast-journal", daemon=True).start()
         except RuntimeError as error:
             _log.warning("no thread can be started for the journal of %s: %s", self._root, error)
             self._stop_hearing()
             self._sink = None
 
     def note(self, kind: str, **fields: Any) -> None:
-        """Append a line of ``kind``; fields: of JSON's types. Costs the append to a queue."""
+        """Append a line of ``kind``; fields: of JSON's types. Costs an append to a queue, and the start of a thread."""
         if self._sink is None or self._closed:
             return
         if self._queue.qsize() >= QUEUED_MAX:
             events.count("journal_dropped")
             return
         self._queue.put((time.time(), kind, fields))
+        self._wake()
 
     def step(self, step: int) -> None:
         """Note that training is at ``step``; written at most every 30 seconds, and at the end."""
@@ -172,10 +181,9 @@ class Journal:
         self.note("run.ended", how=self.how)
         self._closed = True
         self._queue.put(None)
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join(CLOSE_S)
-            if self._thread.is_alive():
-                _log.warning("the journal of %s is not written to its end: the storage hangs, or is slow", self._root)
+        self._wake()
+        if self._sink is not None and self._is_started and not self._ended.wait(CLOSE_S):
+            _log.warning("the journal of %s is not written to its end: the storage hangs, or is slow", self._root)
 
     def _is_of_root(self, event: Event) -> bool:
         if event.path is None or event.kind.startswith("version."):
@@ -186,10 +194,20 @@ class Journal:
     # Its thread. -------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        sink, wait_s, last = self._sink, None, False
+        while True:
+            last = self._write_all()
+            self._works.release()
+            if last:
+                self._ended.set()
+            if last or self._queue.empty() or not self._works.acquire(blocking=False):
+                return
+
+    def _write_all(self) -> bool:
+        """Write what is queued, and what is due later; return True at the end of the run."""
+        sink, last = self._sink, False
         assert sink is not None
-        while not last:
-            entry: tuple[float, str, Mapping[str, Any]] | None
+        wait_s: float | None = 0.0
+        while wait_s is not None and not last:
             with contextlib.suppress(queue.Empty):
                 entry = self._queue.get(timeout=wait_s)
                 last = entry is None
@@ -202,6 +220,7 @@ class Journal:
             except (OSError, HoldfastError) as error:
                 wait_s = PUT_EVERY_S
                 self._complain(error)
+        return last
 
     def _add(self, sink: Sink, t: float, kind: str, fields: Mapping[str, Any]) -> None:
         try:

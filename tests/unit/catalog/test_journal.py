@@ -212,8 +212,7 @@ def test_a_storage_that_hangs_drops_lines_and_holds_nobody(root: Path, monkeypat
     assert time.monotonic() - began < 5.0
     assert events.statistics()["journal_dropped"] >= before + 100
     let_go.set()
-    journal._thread.join(30.0)
-    assert not journal._thread.is_alive()
+    assert journal._ended.wait(30.0)
 
 
 def test_a_thread_that_cannot_start_is_no_journal(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,3 +313,28 @@ def test_on_a_store_the_oldest_runs_go(monkeypatch: pytest.MonkeyPatch) -> None:
         journal.close()
         runs.append(journal.run)
     assert [row["run"] for row in read_journal(bucket)] == [run for run in runs[3:] for _ in range(2)]
+
+
+def test_a_journal_that_has_nothing_to_write_has_no_thread(root: Path) -> None:
+    def threads() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name == "holdfast-journal"]
+
+    journal = begin(root)
+    for number in range(3):
+        journal.note("mark", step=number)
+        deadline = time.monotonic() + 10.0
+        while threads() or len(rows(root)) < 2 + number:
+            assert time.monotonic() < deadline, threads()
+            time.sleep(0.002)
+    writers = [threading.Thread(target=lambda: [journal.note("many") for _ in range(200)]) for _ in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    journal.close()
+    kinds = [row["kind"] for row in rows(root)]
+    assert kinds == ["run.started", *["mark"] * 3, *["many"] * 800, "run.ended"]
+    deadline = time.monotonic() + 10.0
+    while threads():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
