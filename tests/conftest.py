@@ -56,11 +56,12 @@ def figures(pytestconfig: pytest.Config) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def descriptors() -> Callable[[], frozenset[tuple[str, str]]]:
+def descriptors() -> Callable[..., frozenset[tuple[str, str]]]:
     """The open descriptors and what they lead to: what a test left is the difference, whatever else went meanwhile."""
 
-    def held() -> frozenset[tuple[str, str]]:
-        gc.collect()  # what went out of reach in an earlier test
+    def held(*, collects: bool = True) -> frozenset[tuple[str, str]]:
+        if collects:  # what went out of reach in an earlier test
+            gc.collect()
         found = set()
         for number in os.listdir("/proc/self/fd"):
             with contextlib.suppress(FileNotFoundError):  # the one that lists them

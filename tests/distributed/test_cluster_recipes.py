@@ -116,6 +116,7 @@ exit $status
 """
 
 
+@pytest.mark.slow
 def test_slurm_recipe_checks_a_model_of_experts(tmp_path: Path) -> None:
     """Two nodes of one rank each. There is no SLURM here: what it gives a job is stood in for, all else is real."""
     for name, text in (("srun", SRUN), ("scontrol", "#!/bin/sh\nprintf 'localhost\\nlocalhost\\n'\n")):

@@ -249,7 +249,7 @@ class Hop:
         self.process.communicate(timeout=TIMEOUT_S)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_hop_that_is_killed_or_stopped_is_routed_around(
     tmp_path: Path, publisher: Publisher, fleet: Callable[[int], list[Receiver]], how: signal.Signals
 ) -> None:
