@@ -23,13 +23,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FIRST = ("tests/contract", "tests/crash", "tests/distributed")
-BESIDE_WHOLE = (
-    ("tests/simulation",),
-    ("tests/property", "tests/fuzz", "tests/corruption"),
-    ("tests/compat", "tests/view"),
-)
-BESIDE_IN_PARTS = "tests/unit"
-PARTS = 3  # so that no run is much longer than the others
+BESIDE_WHOLE = (("tests/simulation",), ("tests/property", "tests/fuzz", "tests/corruption", "tests/view"))
+BESIDE_IN_PARTS = {"tests/unit": 3, "tests/compat": 2}  # so that no run is much longer than the others
 BESIDE_NICE = 10  # below the engines that the first ones start
 # A test that gets a tenth of a core isn't hung when it takes two minutes.
 BESIDE_LIMITS = ("-o", "timeout=900", "-o", "faulthandler_timeout=890")
@@ -112,9 +107,11 @@ class Runs:
 
 def beside(outputs: Path) -> deque[Run]:
     """What runs beside the first ones."""
-    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / BESIDE_IN_PARTS).rglob("test_*.py"))
-    runs = [(f"{BESIDE_IN_PARTS} {n + 1} of {PARTS}", tuple(files[n::PARTS])) for n in range(PARTS)]
-    runs += [(" ".join(places), places) for places in BESIDE_WHOLE]
+    runs = []
+    for place, parts in BESIDE_IN_PARTS.items():
+        files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / place).rglob("test_*.py"))
+        runs += [(f"{place} {n + 1} of {parts}", tuple(files[n::parts])) for n in range(parts)]
+    runs[3:3] = [(" ".join(places), places) for places in BESIDE_WHOLE]
     return deque(
         Run(name, places, BESIDE_LIMITS, outputs / f"{number}.txt") for number, (name, places) in enumerate(runs)
     )

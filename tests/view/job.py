@@ -1,8 +1,8 @@
-"""A job with a journal, for the page to show: run as a process, it saves a step whenever a line comes on its stdin.
+"""A job for the page to show: run as a process, it saves a step whenever a line comes on its stdin.
 
     python tests/view/job.py ROOT
 
-A small model on one rank, and a journal of what it did, by the format that a root's coordinator writes.
+A small model on one rank. Its manager keeps the journal; steps, and failures that never were, are added to it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import holdfast
 
 
 class Job:
-    """Trains a model of a few layers, saves and writes lines of a journal."""
+    """Trains a model of a few layers and saves."""
 
-    def __init__(self, root: Path, *, keep: holdfast.Keep | None = None, run: str = "a" * 12) -> None:
+    def __init__(self, root: Path, *, keep: holdfast.Keep | None = None) -> None:
         torch.manual_seed(0)
-        self.root, self.run = root, run
+        self.root = root
         block = torch.nn.ModuleDict({"attn": torch.nn.Linear(32, 32), "mlp": torch.nn.Linear(32, 64)})
         frozen = torch.nn.Linear(16, 16)
         frozen.requires_grad_(requires_grad=False)
@@ -34,8 +34,7 @@ class Job:
         config = holdfast.CheckpointConfig(keep=keep)
         state = {"model": self.model, "optimizer": self.optimizer}
         self.manager = holdfast.CheckpointManager(root, state, config=config)
-        told = None if keep is None else {"last": keep.last, "every": keep.every, "minutes": None, "best": None}
-        self.note("run.started", world=1, host="here", pid=1, resumed_from=None, config={"every": 10, "keep": told})
+        self.run = self.manager._journal.run
 
     def note(self, kind: str, **fields: Any) -> None:
         line = {"v": 1, "t": time.time(), "run": self.run, "kind": kind, **fields}
@@ -48,17 +47,8 @@ class Job:
             if parameter.requires_grad:
                 parameter.grad = torch.ones_like(parameter)
         self.optimizer.step()
-        began, name = time.time(), f"step-{step}"
         self.note("step", step=step)
-        self.note("save.started", step=step, name=name)
-        handle = self.manager.save(step, metrics={"loss": 10 / step, "accuracy": step / 1000})
-        handle.result()
-        stats = handle.stats
-        self.note(
-            "save.published", step=step, name=name, attempt=handle.attempt, nbytes=stats.bytes, stall_s=stats.stall_s,
-            staging_s=stats.staging_s, persist_s=stats.persist_s, commit_s=stats.commit_s, began=began,
-            ranks=[[0, began, stats.stall_s, stats.staging_s, stats.persist_s, stats.bytes]],
-        )  # fmt: skip
+        self.manager.save(step, metrics={"loss": 10 / step, "accuracy": step / 1000}).result()
 
     def fail(self, step: int, error: str, message: str) -> None:
         """Note a save that failed on rank 0."""
@@ -67,7 +57,6 @@ class Job:
 
     def close(self) -> None:
         self.manager.close()
-        self.note("run.ended", how="closed")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ true     live tensors that aren't dirty have one version, all of it: the one tha
 whole    what is fetched was staged by all ranks, and is what was asked for
 kept     nothing is written over a version that is kept or pinned, and it can be fetched
 leased   nothing is written over what a receiver holds, unless its lease was revoked for want of a block
-memory   at most ``keep_versions`` + 2 blocks, and one a pin; at most `MIRRORS_MAX` mirrors of a rank's blocks
+memory   at most ``keep_versions`` + 2 blocks, and one a pin; `MIRRORS_MAX` mirrors of a rank, and deltas
 offered  what a receiver lets others read is what it says: extents of the version that has this digest
 free     a publisher never waits for a receiver
 bounded  each call ends in time: with a result, or an error of `holdfast.errors` that is true
@@ -151,13 +151,13 @@ class Checker:
 
     # mirrors ---------------------------------------------------------------------------------------------------------
 
-    def count_mirrors(self, process, image):
-        """Note that a receiver makes one."""
-        process.mirrors = [known for known in process.mirrors if known() is not None]
-        process.mirrors.append(weakref.ref(image))
+    def count_mirrors(self, process, image, kind):
+        """Note that a receiver makes one, or memory for a delta that it shares."""
+        alive = [known for known in process.mirrors.get(kind, ()) if known() is not None]
+        process.mirrors[kind] = [*alive, weakref.ref(image)]
         most = MIRRORS_MAX * max(one.job.world for one in self.published)
-        if len(process.mirrors) > most:
-            self.broken("memory", f"{process.name} has {len(process.mirrors)} mirrors")
+        if len(alive) >= most:
+            self.broken("memory", f"{process.name} has {len(alive) + 1} {kind}")
 
     def offered(self, digest, encoded):
         """Note a delta that receivers may bring from one another: what lies behind the header of its memory."""

@@ -48,7 +48,7 @@ def start(sim, name):
     process = sim.process(name, "host")
     process.turns, process.ends, process.images = {}, [], []
     process.receiver = process.job = None
-    process.mirrors = []
+    process.mirrors = {}
     process.stopped_s, process.faults_of_stage = 0.0, None
     process.on_death.append(lambda ended: [end.close() for end in ended.ends])
     return process

@@ -29,6 +29,7 @@ class Image:
     """In place of a memfd."""
 
     pinned = False
+    kind = "mirrors"
 
     def __init__(self, nbytes):
         process = alive()
@@ -38,7 +39,7 @@ class Image:
         self.offers = {}
         """What other receivers may read of it, by digest, as far as it is theirs."""
         if process.receiver is not None:
-            Current.sim.checker.count_mirrors(process, self)
+            Current.sim.checker.count_mirrors(process, self, self.kind)
             return
         if process.faults_of_stage == "memory":
             raise StorageError("no memory for a block", path="memfd", errno=errno.ENOMEM)
@@ -57,6 +58,12 @@ class Image:
         images = alive().images
         if self in images:
             images.remove(self)
+
+
+class DeltaImage(Image):
+    """What a receiver has a delta in, for others to read."""
+
+    kind = "deltas"
 
 
 def read_only_fd(memory):

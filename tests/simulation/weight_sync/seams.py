@@ -172,6 +172,7 @@ def _seams():
     yield publishing, "BlockDeltas", CheckedDeltas
     yield serving, "_is_same_user", lambda _sock: True
     yield receiving, "HeldMirrors", CheckedMirrors
+    yield peers, "Image", memory.DeltaImage
     yield receiving, "_LOOK_S", 0.05
     yield watch, "_LOOK_S", 0.05
     yield watch, "decode_places", decode_places
