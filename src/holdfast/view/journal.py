@@ -200,14 +200,17 @@ def saves_of(journal: JournalLines) -> list[dict[str, Any]]:
             ended.append(_save(line, kind.removeprefix("save.")))
     saves = sorted((*ended, *open_.values()), key=lambda save: (save["began"], save["t"]))[-SAVES_MAX:]
     left = RANK_ROWS_MAX
-    for save in reversed(saves):
-        left -= len(save["ranks"])
-        if left < 0:
-            save["ranks"], save["ranks_left_out"] = [], True
+    for save in reversed(saves):  # from the newest on: of older ones they aren't even looked at
+        rows = save["ranks"] if isinstance(save["ranks"], list) else []
+        left -= len(rows)
+        save["ranks"] = list(_rank_rows(rows)) if left >= 0 else []
+        if left < 0 and rows:
+            save["ranks_left_out"] = True
     return saves
 
 
 def _save(line: dict[str, Any], outcome: str) -> dict[str, Any]:
+    """Return a save with all fields checked but ``ranks``."""
     at = float(line["t"])
     began = _time(line.get("began"))
     phases = {name: _number(line.get(name)) for name in _PHASES}
@@ -225,13 +228,13 @@ def _save(line: dict[str, Any], outcome: str) -> dict[str, Any]:
         "error": _text(line.get("error"), 100),
         "message": _text(line.get("message")),
         "rank": _step(line.get("rank")),
-        "ranks": list(_rank_rows(line.get("ranks"))),
+        "ranks": line.get("ranks"),
     }
 
 
-def _rank_rows(rows: object) -> Iterator[list[float | None]]:
+def _rank_rows(rows: list[object]) -> Iterator[list[float | None]]:
     """Yield [rank, began, stall_s, staging_s, persist_s, nbytes] of each row that has a rank."""
-    for row in rows if isinstance(rows, list) else ():
+    for row in rows:
         if isinstance(row, list) and len(row) >= 6 and _step(row[0]) is not None:
             yield [row[0], _time(row[1]), *map(_number, row[2:6])]
 
