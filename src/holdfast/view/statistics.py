@@ -88,7 +88,7 @@ def difference_of(path: str, other: str, name: str, *, bytes_max: int = READ_BYT
     one, two = _stored(first, name), _stored(second, name)
     if one.shape != two.shape:
         raise ConfigError(f"{name} has shape {list(one.shape)} there, and {list(two.shape)}: nothing to compare")
-    sums = _Difference()
+    sums = _PairSums()
     parts, share = _parts(one, bytes_max)
     for part in parts:
         sums.add(_read(first, name, part), _read(second, name, part))
@@ -130,7 +130,7 @@ def _plain(values: torch.Tensor) -> _Values:
 
 def _described(read: Callable[[], Iterable[_Values]], share: float) -> dict[str, Any]:
     """Describe the values that ``read`` gives, part by part, each time it is called: once, and for the bins again."""
-    moments = _Moments()
+    moments = _ValueSums()
     for values in read():
         moments.add(values)
     found = {**moments.document(), "share_read": share, "histogram": None}
@@ -146,7 +146,7 @@ def _described(read: Callable[[], Iterable[_Values]], share: float) -> dict[str,
 
 
 @dataclass(slots=True)
-class _Moments:
+class _ValueSums:
     """Counts of all values seen, and sums over the finite ones."""
 
     elements: int = 0
@@ -192,7 +192,7 @@ class _Moments:
 
 
 @dataclass(slots=True)
-class _Difference:
+class _PairSums:
     """Sums over pairs of values; pairs with one that isn't finite count as changed unless both are the same."""
 
     elements: int = 0
