@@ -29,7 +29,8 @@ from holdfast.storage.entries import attempt_id
 from holdfast.storage.local import RenamingStorage
 
 METADATA = b"stock metadata"
-QUICK = Deadlines(begin_s=5.0, persist_s=5.0, commit_s=5.0)
+# No test waits for these: a rank that runs beside the whole suite may take seconds.
+QUICK = Deadlines(begin_s=30.0, persist_s=30.0, commit_s=30.0)
 BRIEF = Deadlines(begin_s=0.15, persist_s=0.15, commit_s=0.05)
 _CHANGES = {"make_dir", "write_file", "rename", "sync_dir", "unlink", "remove_tree"}
 
