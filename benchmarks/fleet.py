@@ -52,6 +52,7 @@ KINDS: Final = ("shared memory", "gloo", "gloo, fan-out", "directory", *(["nixl"
 STRAGGLERS: Final = ("none", "plain", "stopped", "holding", "slow", "polling", "shape")
 """Who else there is beside a fleet; ``plain`` behaves."""
 SLOW_S: Final = 1.0
+VERL: Final = "verl mooncake"
 PEERS: Final = """
 Not measured, read in their released wheels (verl 0.9.1, checkpoint-engine 0.4.2):
 
@@ -61,8 +62,9 @@ Not measured, read in their released wheels (verl 0.9.1, checkpoint-engine 0.4.2
   `device="cuda"`. `hccl`: NPUs only. `naive`: hands a generator over within one process, so there is no transfer.
 - verl `nixl`: takes `device="cpu"`, but asks for pinned memory (`prepare`) and calls `torch.cuda.synchronize()` for
   each bucket (`send_weights`); both raise in a torch without CUDA, so it needs a shim for these at least (not tried).
-- verl `mooncake`: needs no CUDA by itself; its transfer engine takes TCP where there is no RDMA device (tried with
-  `mooncake-transfer-engine-non-cuda`). It needs `StatelessProcessGroup` of vLLM or SGLang, and isn't driven here yet.
+
+verl `mooncake` is measured where `--verl` names an interpreter that has it (benchmarks/peers/verl_mooncake.py): over
+TCP, which its transfer engine takes where there is no RDMA device. It verifies nothing; ranks hand buckets on in a chain.
 """
 
 
@@ -153,9 +155,7 @@ class Fleet:
             tensor.fill_(self._version % 128)
         everyone = self._children if self._odd is None else [*self._children, self._odd]
         for one in everyone:
-            assert one.stdin is not None
-            one.stdin.write(f"{self._version}\n")
-            one.stdin.flush()
+            tell(one, str(self._version))
         time.sleep(0.02)  # all wait for it
         began_s = time.monotonic()
         with contextlib.suppress(HoldfastError):  # of one that asks for another shape, where it is the publisher's
@@ -188,6 +188,12 @@ def child(*arguments: str) -> subprocess.Popen[str]:
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "UCX_LOG_FILE": "stderr"},
     )
+
+
+def tell(one: subprocess.Popen[str], line: str) -> None:
+    assert one.stdin is not None
+    one.stdin.write(f"{line}\n")
+    one.stdin.flush()
 
 
 def read(one: subprocess.Popen[str]) -> dict[str, Any]:
@@ -226,12 +232,46 @@ class Broadcast:
 
     def round(self) -> dict[str, float]:
         for number, one in enumerate((*self._members[1:], self._members[0])):
-            assert one.stdin is not None
             if number == len(self._members) - 1:
                 time.sleep(0.02)  # the others wait for it
-            one.stdin.write("go\n")
-            one.stdin.flush()
+            tell(one, "go")
         said = [read(one) for one in self._members]
+        return {"all_s": max(one["committed_s"] for one in said) - said[0]["began_s"]}
+
+    def close(self) -> None:
+        for one in self._members:
+            one.kill()
+            one.wait()
+
+
+class VerlMooncake:
+    """verl's `mooncake` engine to as many processes, of an interpreter that has it."""
+
+    def __init__(self, python: str, count: int, nbytes: int) -> None:
+        script = str(Path(__file__).parent / "peers" / "verl_mooncake.py")
+        ranks = [[python, script, str(rank), str(count + 1), str(nbytes), str(TENSORS)] for rank in range(count + 1)]
+        quiet = {**os.environ, "OMP_NUM_THREADS": "1", "GLOG_minloglevel": "2"}
+        self._version = 0
+        self._members = [
+            subprocess.Popen(
+                rank, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=quiet
+            )
+            for rank in ranks
+        ]
+        metadata = [read(one)["metadata"] for one in self._members]
+        for one in self._members:
+            tell(one, json.dumps(metadata[0]))
+        for one in self._members:
+            read(one)
+
+    def round(self) -> dict[str, float]:
+        self._version += 1
+        for one in self._members[1:]:
+            tell(one, str(self._version))
+        time.sleep(0.02)  # all wait for it
+        tell(self._members[0], str(self._version))
+        said = [read(one) for one in self._members]
+        assert all(one["good"] for one in said), said
         return {"all_s": max(one["committed_s"] for one in said) - said[0]["began_s"]}
 
     def close(self) -> None:
@@ -281,6 +321,8 @@ def measure(args: argparse.Namespace, place: Path) -> dict[str, Any]:
     for count in args.receivers:
         contenders: dict[str, Any] = {"copy": Copy(args.bytes), "broadcast": Broadcast(count, args.bytes, args.port)}
         args.port += 1
+        if args.verl:
+            contenders[VERL] = VerlMooncake(args.verl, count, args.bytes)
         for kind in args.transports:
             contenders[kind] = Fleet(kind, str(place / f"{kind}-{count}"), count, args.bytes)
         results["fleet"][str(count)] = in_turns(contenders, args.rounds)
@@ -295,7 +337,7 @@ def measure(args: argparse.Namespace, place: Path) -> dict[str, Any]:
 
 
 def report(results: dict[str, Any]) -> str:
-    kinds = _kinds(results)
+    kinds, first = _kinds(results), next(kind for kind in _kinds(results) if kind != VERL)
     about = f"{results['bytes'] / 2**20:.0f} MiB of bf16 on {results['cores']} cores, {results['machine']}."
     lines = [
         "# Weights from one trainer to a fleet\n",
@@ -309,10 +351,10 @@ def report(results: dict[str, Any]) -> str:
         row = [f"{median(found, name) / copy_s:.1f} ({median(found, name):.3f} s)" for name in ("broadcast", *kinds)]
         lines.append(f"| {count} | {copy_s:.3f} s | {' | '.join(row)} |")
     lines.append(
-        f"\n{kinds[0].capitalize()}, in such copies: until `publish` returns, all have fetched, all have committed:\n"
+        f"\n{first.capitalize()}, in such copies: until `publish` returns, all have fetched, all have committed:\n"
     )
     for count, found in results["fleet"].items():
-        phases = [median(found, kinds[0], name) for name in ("publish_s", "fetched_s", "all_s")]
+        phases = [median(found, first, name) for name in ("publish_s", "fetched_s", "all_s")]
         lines.append(f"- {count}: " + ", ".join(f"{phase / median(found, 'copy'):.2f}" for phase in phases))
     lines += [
         "\nReceivers beside one more, their time against that of as many alone, and beside one that behaves:\n",
@@ -344,6 +386,7 @@ def main() -> None:
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--others", type=int, default=4)
     parser.add_argument("--transports", nargs="+", default=KINDS)
+    parser.add_argument("--verl", help="an interpreter that has verl, vLLM, ray and mooncake-transfer-engine-non-cuda")
     parser.add_argument("--port", type=int, default=29_650)
     args = parser.parse_args()
     if args.quick:

@@ -129,6 +129,7 @@ def test_programs_end(nursery: Nursery, tmp_path: Path) -> None:
     run_programs(nursery, tmp_path, PROGRAMS_RUN // 3, first=0)
 
 
+@pytest.mark.slow
 def test_programs_end_beside_one_that_spins(nursery: Nursery, tmp_path: Path) -> None:
     with spinning():
         run_programs(nursery, tmp_path, PROGRAMS_RUN // 3, first=PROGRAMS_RUN // 3)

@@ -68,7 +68,7 @@ def read_until(job: subprocess.Popen[str], line: str) -> None:
     raise AssertionError(f"it ended without {line!r}: {''.join(seen)}")
 
 
-@pytest.mark.parametrize("engine_too", [True, False])
+@pytest.mark.parametrize("engine_too", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_next_start_completes_an_upload_whose_trainer_was_killed(
     tmp_path: Path, place: tuple[str, Storage], *, engine_too: bool
 ) -> None:

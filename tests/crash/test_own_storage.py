@@ -134,7 +134,7 @@ def check(family, act, job):
 
 
 @pytest.mark.skipif(not syscalls.AVAILABLE, reason="numbers of system calls are known for x86-64 only")
-@pytest.mark.parametrize("kind", ["kill", "kill all"])
+@pytest.mark.parametrize("kind", ["kill", pytest.param("kill all", marks=pytest.mark.slow)])
 def test_a_custom_storage_survives_kills(kind, tmp_path, tried):
     family, template = Family("saves", 1, kind, 6, module="test_own_storage"), tmp_path / "template"
     steps_in(LinkStorage(template), 1, 2)
