@@ -64,7 +64,7 @@ Not measured, read in their released wheels (verl 0.9.1, checkpoint-engine 0.4.2
   each bucket (`send_weights`); both raise in a torch without CUDA, so it needs a shim for these at least (not tried).
 
 verl `mooncake` is measured where `--verl` names an interpreter that has it (benchmarks/peers/verl_mooncake.py): over
-TCP, which its transfer engine takes where there is no RDMA device. It verifies nothing; ranks hand buckets on in a chain.
+TCP, which its transfer engine takes without an RDMA device. It verifies nothing; ranks hand buckets on in a chain.
 """
 
 
