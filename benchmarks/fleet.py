@@ -318,6 +318,8 @@ def measure(args: argparse.Namespace, place: Path) -> dict[str, Any]:
     results: dict[str, Any] = {"machine": platform.platform(), "cores": os.cpu_count(), "bytes": args.bytes}
     results["fleet"], results["stragglers"] = {}, {}
     torch.set_num_threads(1)
+    if len(os.sched_getaffinity(0)) > 1:
+        results["pinned"] = measure_pinned(args, place)
     for count in args.receivers:
         contenders: dict[str, Any] = {"copy": Copy(args.bytes), "broadcast": Broadcast(count, args.bytes, args.port)}
         args.port += 1
@@ -334,6 +336,34 @@ def measure(args: argparse.Namespace, place: Path) -> dict[str, Any]:
         }
         results["stragglers"][kind] = in_turns(fleets, args.rounds)
     return results
+
+
+def measure_pinned(args: argparse.Namespace, place: Path) -> dict[str, dict[str, list[float]]]:
+    """Measure shared memory to one receiver, with the publisher on one core and the receiver on another."""
+    before = os.sched_getaffinity(0)
+    ours, theirs = sorted(before)[:2]
+    os.sched_setaffinity(0, {theirs})
+    contenders: dict[str, Any] = {"shared memory": Fleet("shared memory", str(place / "pinned"), 1, args.bytes)}
+    try:
+        for task in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(task), {ours})
+        return in_turns({"copy": Copy(args.bytes), **contenders}, args.rounds)
+    finally:
+        for task in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(task), before)
+
+
+def report_pinned(found: dict[str, dict[str, list[float]]]) -> str:
+    copy_s = median(found, "copy")
+    publish, fetched, done = (median(found, "shared memory", name) for name in ("publish_s", "fetched_s", "all_s"))
+    phases = {
+        "publish": publish,
+        "fetch": fetched - publish,
+        "commit": done - fetched,
+        "fetch and commit": done - publish,
+    }
+    told = ", ".join(f"{name} {seconds / copy_s:.2f}" for name, seconds in {**phases, "all": done}.items())
+    return f"\nOne core for the publisher and one for its receiver, shared memory, in copies: {told}."
 
 
 def report(results: dict[str, Any]) -> str:
@@ -356,6 +386,8 @@ def report(results: dict[str, Any]) -> str:
     for count, found in results["fleet"].items():
         phases = [median(found, first, name) for name in ("publish_s", "fetched_s", "all_s")]
         lines.append(f"- {count}: " + ", ".join(f"{phase / median(found, 'copy'):.2f}" for phase in phases))
+    if "pinned" in results:
+        lines.append(report_pinned(results["pinned"]))
     lines += [
         "\nReceivers beside one more, their time against that of as many alone, and beside one that behaves:\n",
         "| transport | one more | against alone | against one that behaves |",
