@@ -226,4 +226,7 @@ def take_turns(work: Iterable[Callable[[], None]], threads: int) -> None:
         for end in ended:
             end.wait()
     if errors:
-        raise errors[0]
+        try:
+            raise errors[0]
+        finally:
+            errors.clear()  # or the error, its traceback, this frame and all memory below would keep one another alive

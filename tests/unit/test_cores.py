@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import subprocess
 import sys
 import threading
+import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -186,3 +190,34 @@ def test_an_image_is_touched_from_near_its_cores(monkeypatch: pytest.MonkeyPatch
     expected = [set(mine), set(mine[-1:]), set(mine)] if len(mine) > 1 else [set(mine)] * 3
     assert touched_from == expected
     assert os.sched_getaffinity(0) == set(mine)
+
+
+class _Memory:
+    pass
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_failed_jobs_had_is_free_as_soon_as_the_error_is(threads: int) -> None:
+    """Without the cyclic collector, which trainers switch off: a version of the weights would stay in memory."""
+    alive: weakref.ReferenceType[_Memory]
+
+    def fail() -> None:
+        nonlocal alive
+        memory = _Memory()
+        alive = weakref.ref(memory)
+
+        def job() -> None:
+            raise ValueError(memory)
+
+        cores.take_turns([job] * 4, threads)
+
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError):
+            fail()
+        deadline = time.monotonic() + 10.0
+        while alive() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)  # threads that end
+        assert alive() is None
+    finally:
+        gc.enable()

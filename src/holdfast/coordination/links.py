@@ -146,8 +146,12 @@ class _GlooTransfer:
                     if not told.wait_for(lambda: self._ended, _LOOK_S):
                         raise
                 break
-        if self._ended[0] is not None:
-            raise self._ended[0]
+        failed = self._ended.pop()
+        try:
+            if failed is not None:
+                raise failed
+        finally:
+            del failed  # this frame is in its traceback: they would keep one another alive
 
     def _wait_gloo(self, timeout_s: float) -> None:
         """Note how the message ended; gloo ends the wait at its deadline, at the latest."""
