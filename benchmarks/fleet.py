@@ -6,6 +6,7 @@ A publisher and its receivers are processes of their own on this host; all memor
 call of `publish` until the last receiver has committed, by one clock. Transports take turns with gloo's broadcast of as
 many bytes (all ranks in one group, straight into their memory, nothing verified) and with a copy of the bytes by one
 thread, round by round, so that what else the machine does hits all alike; medians of the rounds after the first ones.
+Each transport has the machine to itself but for these two.
 Receivers have one thread of torch each; Holdfast copies and hashes by as many threads as there are cores, up to four.
 
 Stragglers: a fleet of four, and with it one receiver that is stopped, holds what it fetched, waits a second before it
@@ -29,7 +30,7 @@ import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,9 @@ from holdfast.sync import (
     Receiver,
     SharedMemoryTransport,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 TIMEOUT_S: Final = 60.0
 TENSORS: Final = 32
@@ -302,16 +306,21 @@ class Copy:
 def in_turns(contenders: dict[str, Any], rounds: int) -> dict[str, dict[str, list[float]]]:
     """Let all take turns; return the seconds of each phase in the rounds that count."""
     found: dict[str, dict[str, list[float]]] = {name: {} for name in contenders}
+    for number in range(WARM + rounds):
+        for name, one in contenders.items():
+            for phase, seconds in one.round().items():
+                if number >= WARM:
+                    found[name].setdefault(phase, []).append(seconds)
+    return found
+
+
+@contextlib.contextmanager
+def closed_at_end(contenders: dict[str, Any]) -> Iterator[dict[str, Any]]:
     try:
-        for number in range(WARM + rounds):
-            for name, one in contenders.items():
-                for phase, seconds in one.round().items():
-                    if number >= WARM:
-                        found[name].setdefault(phase, []).append(seconds)
+        yield contenders
     finally:
         for one in contenders.values():
             one.close()
-    return found
 
 
 def measure(args: argparse.Namespace, place: Path) -> dict[str, Any]:
@@ -320,22 +329,35 @@ def measure(args: argparse.Namespace, place: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     if len(os.sched_getaffinity(0)) > 1:
         results["pinned"] = measure_pinned(args, place)
+    kinds = [*([VERL] if args.verl else []), *args.transports]
     for count in args.receivers:
-        contenders: dict[str, Any] = {"copy": Copy(args.bytes), "broadcast": Broadcast(count, args.bytes, args.port)}
+        # One after the other, or their memory would not fit; each beside the same broadcast and copy.
+        bases = {"copy": Copy(args.bytes), "broadcast": Broadcast(count, args.bytes, args.port)}
         args.port += 1
-        if args.verl:
-            contenders[VERL] = VerlMooncake(args.verl, count, args.bytes)
-        for kind in args.transports:
-            contenders[kind] = Fleet(kind, str(place / f"{kind}-{count}"), count, args.bytes)
-        results["fleet"][str(count)] = in_turns(contenders, args.rounds)
+        with closed_at_end(bases):
+            results["fleet"][str(count)] = {kind: measure_kind(kind, count, bases, args, place) for kind in kinds}
         print(f"{count} receivers", flush=True)
     for kind in [kind for kind in args.transports if kind in ("shared memory", "gloo")]:
         fleets = {
             straggler: Fleet(kind, str(place / f"{kind}-{straggler}"), args.others, args.bytes // 4, straggler)
             for straggler in STRAGGLERS
         }
-        results["stragglers"][kind] = in_turns(fleets, args.rounds)
+        with closed_at_end(fleets):
+            results["stragglers"][kind] = in_turns(fleets, args.rounds)
     return results
+
+
+def measure_kind(
+    kind: str, count: int, bases: dict[str, Any], args: argparse.Namespace, place: Path
+) -> dict[str, dict[str, list[float]]]:
+    """Measure one transport to ``count`` receivers; it takes turns with ``bases``."""
+    fleet: Any
+    if kind == VERL:
+        fleet = VerlMooncake(args.verl, count, args.bytes)
+    else:
+        fleet = Fleet(kind, str(place / f"{kind}-{count}"), count, args.bytes)
+    with closed_at_end({kind: fleet}):
+        return in_turns({**bases, kind: fleet}, args.rounds)
 
 
 def measure_pinned(args: argparse.Namespace, place: Path) -> dict[str, dict[str, list[float]]]:
@@ -343,14 +365,20 @@ def measure_pinned(args: argparse.Namespace, place: Path) -> dict[str, dict[str,
     before = os.sched_getaffinity(0)
     ours, theirs = sorted(before)[:2]
     os.sched_setaffinity(0, {theirs})
-    contenders: dict[str, Any] = {"shared memory": Fleet("shared memory", str(place / "pinned"), 1, args.bytes)}
+    fleet = Fleet("shared memory", str(place / "pinned"), 1, args.bytes)
     try:
-        for task in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(task), {ours})
-        return in_turns({"copy": Copy(args.bytes), **contenders}, args.rounds)
+        pin({ours})
+        with closed_at_end({"copy": Copy(args.bytes), "shared memory": fleet}) as contenders:
+            return in_turns(contenders, args.rounds)
     finally:
-        for task in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(task), before)
+        pin(before)
+
+
+def pin(cores: set[int]) -> None:
+    """Have all threads of this process run on ``cores``."""
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(task), cores)
 
 
 def report_pinned(found: dict[str, dict[str, list[float]]]) -> str:
@@ -367,25 +395,27 @@ def report_pinned(found: dict[str, dict[str, list[float]]]) -> str:
 
 
 def report(results: dict[str, Any]) -> str:
-    kinds, first = _kinds(results), next(kind for kind in _kinds(results) if kind != VERL)
+    kinds = list(next(iter(results["fleet"].values())))
     about = f"{results['bytes'] / 2**20:.0f} MiB of bf16 on {results['cores']} cores, {results['machine']}."
     lines = [
         "# Weights from one trainer to a fleet\n",
         f"{about} `python -m benchmarks.fleet`; what a round is: benchmarks/fleet.py.\n",
-        "From `publish` until all have committed, in copies of the bytes by one thread (and seconds), medians:\n",
-        f"| receivers | copy | broadcast | {' | '.join(kinds)} |",
-        "|---|---|---|" + "---|" * len(kinds),
+        "From `publish` until all have committed, in copies of the bytes by one thread, medians:\n",
+        f"| receivers | broadcast | {' | '.join(kinds)} |",
+        "|---|---|" + "---|" * len(kinds),
     ]
     for count, found in results["fleet"].items():
-        copy_s = median(found, "copy")
-        row = [f"{median(found, name) / copy_s:.1f} ({median(found, name):.3f} s)" for name in ("broadcast", *kinds)]
-        lines.append(f"| {count} | {copy_s:.3f} s | {' | '.join(row)} |")
-    lines.append(
-        f"\n{first.capitalize()}, in such copies: until `publish` returns, all have fetched, all have committed:\n"
-    )
+        lines.append(f"| {count} | " + " | ".join(_cells(found, kinds)) + " |")
+    phases = ("publish_s", "fetched_s", "all_s")
+    lines.append("\nIn such copies: until `publish` returns, all have fetched, all have committed:\n")
+    ours = [kind for kind in kinds if kind != VERL]
+    lines += [f"| receivers | {' | '.join(ours)} |", "|---|" + "---|" * len(ours)]
     for count, found in results["fleet"].items():
-        phases = [median(found, first, name) for name in ("publish_s", "fetched_s", "all_s")]
-        lines.append(f"- {count}: " + ", ".join(f"{phase / median(found, 'copy'):.2f}" for phase in phases))
+        told = [
+            ", ".join(f"{median(found[kind], kind, phase) / median(found[kind], 'copy'):.2f}" for phase in phases)
+            for kind in ours
+        ]
+        lines.append(f"| {count} | {' | '.join(told)} |")
     if "pinned" in results:
         lines.append(report_pinned(results["pinned"]))
     lines += [
@@ -404,9 +434,16 @@ def median(found: dict[str, Any], name: str, phase: str = "all_s") -> float:
     return statistics.median(found[name][phase])
 
 
-def _kinds(results: dict[str, Any]) -> list[str]:
-    first = next(iter(results["fleet"].values()))
-    return [name for name in first if name not in ("copy", "broadcast")]
+def _cells(found: dict[str, dict[str, dict[str, list[float]]]], kinds: list[str]) -> list[str]:
+    """The broadcast, over all that it took turns with, and each transport with what it took against its broadcast."""
+    broadcasts = [median(one, "broadcast") / median(one, "copy") for one in found.values()]
+    cells = [f"{statistics.median(broadcasts):.1f}"]
+    for kind in kinds:
+        one = found[kind]
+        took_s = median(one, kind)
+        against = took_s / median(one, "broadcast")
+        cells.append(f"{took_s / median(one, 'copy'):.1f} ({took_s:.3f} s; {against:.2f} of the broadcast)")
+    return cells
 
 
 def main() -> None:
