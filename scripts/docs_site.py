@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 OUTSIDE = "repository/"
+AS_THEY_ARE = {".md", ".png", ".svg"}  # other files become pages that show their text
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
 NAME_IN_TABLE = re.compile(r"^\| `(holdfast\.[\w.]+)` \|", re.MULTILINE)
 
@@ -57,7 +58,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             uri = _uri(target)
             if target.is_relative_to(DOCS) or files.get_file_from_path(uri) or not target.is_file():
                 continue
-            files.append(File.generated(config, uri, content=_page_of(target)))
+            if target.suffix in AS_THEY_ARE:
+                files.append(File.generated(config, uri, abs_src_path=str(target)))
+            else:
+                files.append(File.generated(config, uri, content=_shown(target)))
             if target.suffix == ".md":
                 waiting.append(target)
     return files
@@ -74,14 +78,12 @@ def _uri(target: Path) -> str:
     """Where the site has what lies at ``target``."""
     if target.is_relative_to(DOCS):
         return str(target.relative_to(DOCS))
-    return OUTSIDE + str(target.relative_to(ROOT)) + ("" if target.suffix == ".md" else ".md")
+    return OUTSIDE + str(target.relative_to(ROOT)) + ("" if target.suffix in AS_THEY_ARE else ".md")
 
 
-def _page_of(file: Path) -> str:
-    text = file.read_text(encoding="utf-8")
-    if file.suffix == ".md":
-        return text
+def _shown(file: Path) -> str:
     language = {".py": "python", ".json": "json", ".sh": "bash"}.get(file.suffix, "text")
+    text = file.read_text(encoding="utf-8")
     return f"---\nsearch:\n  exclude: true\n---\n# {file.relative_to(ROOT)}\n\n````{language}\n{text}\n````\n"
 
 
@@ -116,7 +118,9 @@ class HouseDocstrings(griffe.Extension):
         if obj.is_class:
             names |= {name for name, member in obj.members.items() if member.is_attribute}
             init = obj.members.get("__init__")
-            names |= {parameter.name for parameter in init.parameters} if init is not None and init.is_function else set()
+            names |= (
+                {parameter.name for parameter in init.parameters} if init is not None and init.is_function else set()
+            )
         obj.docstring.value = markdown_of(obj.docstring.value, names - {"self"})
 
 

@@ -1,8 +1,8 @@
 """Every public name has a docstring that says what the house asks for, and a row in a reference page of the docs.
 
 Public are the names in ``__all__`` of `holdfast`, `holdfast.dcp`, `holdfast.export` and `holdfast.sync`, those of each
-module of `holdfast.integrations`, and those of the adapters that inference engines load. Frameworks needn't be installed:
-their modules are read, not imported.
+module of `holdfast.integrations`, and those of the adapters that inference engines load. Frameworks needn't be
+installed: their modules are read, not imported.
 """
 
 from __future__ import annotations
@@ -32,7 +32,12 @@ GIVEN = (holdfast.Checkpoint, holdfast.SaveHandle, holdfast.sync.Published, hold
 # What Holdfast itself calls, or stock DCP: their signatures are those of `Transport` and of torch's storage classes.
 CALLED_BY_OTHERS = {
     *("publishing", "receiving", "make_channels", "applied_to", "advance", "finish", "add_stats"),
-    *(name for stock in (holdfast.dcp.Reader, holdfast.dcp.Writer) for base in stock.__mro__[1:] for name in vars(base)),
+    *(
+        name
+        for stock in (holdfast.dcp.Reader, holdfast.dcp.Writer)
+        for base in stock.__mro__[1:]
+        for name in vars(base)
+    ),
 }
 
 
@@ -87,11 +92,13 @@ def opening_is_a_sentence(docstring: str) -> bool:
     return bool(re.match(r"[A-Z`]|\w+'s ", opening)) and opening.rstrip().endswith((".", ":"))
 
 
-def undocumented(callable_: FunctionType, docstring: str) -> list[str]:
+def undocumented(callable_: FunctionType, docstring: str, owner: Any = holdfast) -> list[str]:
     """Arguments that ``docstring``, and those of the functions that it refers to for arguments, don't say a word of."""
     for other in re.findall(r"rguments (?:are those of|as for|of) `(\w+)`", docstring):
-        docstring += inspect.getdoc(getattr(holdfast, other)) or ""
-    arguments = [name for name in inspect.signature(callable_).parameters if name != "self" and not name.startswith("_")]
+        docstring += inspect.getdoc(getattr(owner, other)) or ""
+    arguments = [
+        name for name in inspect.signature(callable_).parameters if name != "self" and not name.startswith("_")
+    ]
     return [name for name in arguments if not re.search(rf"\b{name}\b", docstring)]
 
 
@@ -130,7 +137,9 @@ def test_every_method_has_a_docstring_that_says_all_arguments(name: str) -> None
         docstring = inspect.getdoc(getattr(OWN_NAMES[name], short))
         assert docstring or short in CALLED_BY_OTHERS, f"{name}.{short} has no docstring"
         if isinstance(member, FunctionType) and short not in CALLED_BY_OTHERS:
-            assert not undocumented(member, docstring or ""), f"{name}.{short} doesn't say what these arguments are"
+            assert not undocumented(member, docstring or "", OWN_NAMES[name]), (
+                f"{name}.{short} doesn't say what these arguments are"
+            )
 
 
 @pytest.mark.parametrize("name", ADAPTERS_NAMES)
