@@ -15,7 +15,7 @@ from posixpath import dirname, relpath
 from typing import TYPE_CHECKING, Any
 
 import griffe
-from mkdocs.structure.files import File
+from mkdocs.structure.files import File, InclusionLevel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 OUTSIDE = "repository/"
-AS_THEY_ARE = {".md", ".png", ".svg"}  # other files become pages that show their text
+AS_THEY_ARE = {".json", ".md", ".png", ".svg"}  # other files become pages that show their text
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
+RAISED = re.compile(r"(?:^|(?<=[.;] )|(?<=\n))\s*([A-Z]\w+):\s")
 NAME_IN_TABLE = re.compile(r"^\| `(holdfast\.[\w.]+)` \|", re.MULTILINE)
 
 
@@ -58,10 +59,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             uri = _uri(target)
             if target.is_relative_to(DOCS) or files.get_file_from_path(uri) or not target.is_file():
                 continue
-            if target.suffix in AS_THEY_ARE:
-                files.append(File.generated(config, uri, abs_src_path=str(target)))
-            else:
-                files.append(File.generated(config, uri, content=_shown(target)))
+            given = {"abs_src_path": str(target)} if target.suffix in AS_THEY_ARE else {"content": _shown(target)}
+            files.append(File.generated(config, uri, inclusion=InclusionLevel.NOT_IN_NAV, **given))
             if target.suffix == ".md":
                 waiting.append(target)
     return files
@@ -82,7 +81,7 @@ def _uri(target: Path) -> str:
 
 
 def _shown(file: Path) -> str:
-    language = {".py": "python", ".json": "json", ".sh": "bash"}.get(file.suffix, "text")
+    language = {".py": "python", ".sh": "bash"}.get(file.suffix, "text")
     text = file.read_text(encoding="utf-8")
     return f"---\nsearch:\n  exclude: true\n---\n# {file.relative_to(ROOT)}\n\n````{language}\n{text}\n````\n"
 
@@ -126,15 +125,20 @@ class HouseDocstrings(griffe.Extension):
 
 def markdown_of(docstring: str, names: set[str]) -> str:
     """Return ``docstring`` with its arguments as a list; headings of groups in bold; code blocks untouched."""
-    if not names:
-        return docstring
     one = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
-    label = re.compile(rf"(?:^|(?<=[.;:)`] )|(?<=\n))\s*((?:{one})(?:, (?:{one}))*): ")
-    return "\n\n".join(_listed(paragraph, label) for paragraph in re.split(r"\n\s*\n", docstring))
+    label = re.compile(rf"(?:^|(?<=[.;:)`] )|(?<=\n))\s*((?:{one})(?:, (?:{one}))*):\s")
+    paragraphs = []
+    for paragraph in re.split(r"\n\s*\n", docstring):
+        section, _, rest = paragraph.partition(":\n")
+        if section == "Raises":
+            paragraphs += ["**Raises**", _listed(rest, RAISED)]
+        else:
+            paragraphs.append(_listed(rest if section == "Args" else paragraph, label) if names else paragraph)
+    return "\n\n".join(paragraphs)
 
 
 def _listed(paragraph: str, label: re.Pattern[str]) -> str:
-    if not label.search(paragraph) or paragraph.startswith("    "):
+    if not label.search(paragraph) or "\n>>> " in paragraph:
         return paragraph
     # A short line before indented ones is the heading of a group.
     paragraph = re.sub(r"^(\w[\w ]{0,30})\n(?=    )", r"\n\n**\1**\n\n", paragraph, flags=re.MULTILINE)
