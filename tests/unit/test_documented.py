@@ -170,7 +170,7 @@ def test_no_reference_page_names_what_is_not_there() -> None:
 
 def test_every_page_is_in_the_navigation() -> None:
     """As `make docs` demands; a name that ends in a slash stands for all pages of a folder."""
-    pages = set(re.findall(r": (\S+(?:\.md|/))$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
+    pages = set(re.findall(r"[:-] (\S+(?:\.md|/))$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
     for page in (ROOT / "docs").rglob("*.md"):
         name = str(page.relative_to(ROOT / "docs"))
         assert name in pages or f"{page.parent.name}/" in pages, f"mkdocs.yml doesn't have {name}"
