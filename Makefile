@@ -13,6 +13,7 @@
 #   make test-stores  checkpoints on object stores: SeaweedFS, Azurite and moto, started on loopback (in .venvs/stores)
 #   make test-stores-full  the same with all races, and Ceph's gateway and MiniStack where they are installed
 #   make test-view    the page in chromium, with axe-core from npm; `make test` does so without axe-core
+#   make docs         the documentation's site, from docs/ and docstrings (out/site/index.html)
 #   make test-crash   what is done to break Holdfast, as much of it as `make test` does, with a count of what was tried
 #   make test-crash-full  the same, whole: 200,000 simulated schedules, every system call killed and failed; hours
 #
@@ -27,7 +28,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-integrations test-rl test-rl-full test-stores test-stores-full test-view test-full test-crash test-crash-full check format bench bench-quick bench-report clean
+.PHONY: help venv demo test test-integrations test-rl test-rl-full test-stores test-stores-full test-view test-full test-crash test-crash-full check format docs bench bench-quick bench-report clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -142,6 +143,17 @@ check: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+DOCS := .venvs/docs
+
+$(DOCS)/.ready: docs/requirements.txt
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --disable-pip-version-check -q -r docs/requirements.txt
+	@touch $@
+
+docs: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	@echo "out/site/index.html"
 
 bench: $(READY)
 	$(BIN)/holdfast bench --out out/bench

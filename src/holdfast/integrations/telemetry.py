@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from holdfast.events import Event
 
+__all__ = ["log_events"]
+
 Kind = Literal["counter", "gauge", "histogram"]
 SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 """Bounds of the buckets of histograms."""

@@ -110,7 +110,11 @@ def replaced(rule: object, match: re.Match[str], to: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """``Rename(r"^decoder\\.", "model.")`` as `re.sub` does it; or ``Rename(function)`` from old names to new ones."""
+    """Rename tensors: ``Rename(r"^decoder\\.", "model.")`` as `re.sub` does it, or ``Rename(function)``.
+
+    pattern: a regular expression that is searched for in names; or, without ``to``, a function from each old name to
+    the new one. to: what replaces each match.
+    """
 
     pattern: str | Callable[[str], str]
     to: str | Callable[[re.Match[str]], str] | None = None
@@ -144,7 +148,10 @@ class Rename:
 
 @dataclass(frozen=True, slots=True)
 class AddPrefix:
-    """Put ``prefix`` before every name, or before those that ``pattern`` matches."""
+    """Put ``prefix`` before every name, or before those that ``pattern`` matches.
+
+    pattern: a regular expression that is searched for in names; one that matches none is a `ConfigError`.
+    """
 
     prefix: str
     pattern: str = ""
@@ -163,7 +170,7 @@ class AddPrefix:
 
 @dataclass(frozen=True, slots=True)
 class StripPrefix:
-    """Remove ``prefix`` from the names that begin with it."""
+    """Remove ``prefix`` from the names that begin with it; a `ConfigError` if none does."""
 
     prefix: str
 
@@ -179,7 +186,10 @@ class StripPrefix:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Drop the tensors whose names match."""
+    """Drop the tensors whose names match.
+
+    pattern: a regular expression that is searched for in names; one that matches none is a `ConfigError`.
+    """
 
     pattern: str
 
@@ -195,7 +205,10 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class DropTied:
-    """Keep one of several names for the same elements: the one that ``keep`` matches, else the first."""
+    """Keep one of several names for the same elements: the one that ``keep`` matches, else the first.
+
+    keep: a regular expression that is searched for in names; None for the first name.
+    """
 
     keep: str | None = None
 
@@ -242,7 +255,11 @@ def note_tied(notes: Notes, gone: torch.Tensor, stays: torch.Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Write the tensors whose names match in ``dtype``, whatever the rest of the export is written in."""
+    """Write the tensors whose names match in ``dtype``, whatever the rest of the export is written in.
+
+    pattern: a regular expression that is searched for in names. dtype: a floating-point `torch.dtype`; a tensor that
+    isn't floating-point is a `ConfigError`.
+    """
 
     pattern: str
     dtype: torch.dtype
@@ -268,7 +285,11 @@ class Fp8:
 
     A matrix ``x.weight`` is exported as ``x.weight`` in float8_e4m3fn, followed by ``x.weight_scale_inv``:
     its element [i, j] is the factor for the elements of block [i, j], their largest absolute value / 448. Blocks at
-    the edges may be smaller. Only renames may follow. ``leave``: patterns of names that are not quantized.
+    the edges may be smaller. Only renames may follow.
+
+    pattern: a regular expression that is searched for in names; a match that isn't a floating-point matrix is a
+    `ConfigError`. block: rows and columns that share a scale, at least 1 each. scale_suffix: what is put behind a
+    matrix's name for its scales. leave: patterns of names that are not quantized.
     """
 
     pattern: str
@@ -318,6 +339,9 @@ class SplitExperts:
     """Split stacked experts: one tensor for each index of a dimension.
 
     ``SplitExperts(r"experts\\.w1$", "experts.{}.w1.weight")``: ``{}`` is the expert's number.
+
+    pattern: a regular expression that is searched for in names. to: what replaces the match, with ``{}``. dim: the
+    dimension that has the experts.
     """
 
     pattern: str
@@ -347,6 +371,9 @@ class SplitExperts:
 class StackExperts:
     """Stack experts, the inverse of `SplitExperts`:
     ``StackExperts(r"experts\\.(?P<expert>\\d+)\\.w1\\.weight$", "experts.w1")``.
+
+    pattern: a regular expression that is searched for in names; its group ``expert`` is the expert's number, from 0 on
+    without a gap. to: what replaces the match. dim: the new dimension, along which experts are stacked.
     """
 
     pattern: str
@@ -410,8 +437,10 @@ def _check_alike(rule: object, names: Sequence[str], parts: Sequence[torch.Tenso
 class Split:
     """Cut a fused tensor into several: ``Split(r"qkv_proj", ("q_proj", "k_proj", "v_proj"), sizes=(64, 16, 16))``.
 
-    sizes: size of each part along ``dim``; equal parts without it. groups: number of groups in the fused tensor, each
-    with a part of every result (query, key and value head by head); ``sizes`` are then those within a group.
+    pattern: a regular expression that is searched for in names. to: what replaces the match, one for each part. dim:
+    the dimension that is cut. sizes: size of each part along ``dim``; equal parts without it. groups: number of groups
+    in the fused tensor, each with a part of every result (query, key and value head by head); ``sizes`` are then those
+    within a group.
     """
 
     pattern: str
@@ -459,7 +488,9 @@ class Split:
 class Fuse:
     """Concatenate tensors: ``Fuse((r"gate_proj", r"up_proj"), "gate_up_proj")``, for each name this gives.
 
-    groups: cut each into this many parts and interleave them, the inverse of `Split` with ``groups``.
+    patterns: regular expressions that are searched for in names, one for each part, in order. to: what replaces the
+    match. dim: the dimension along which parts are put together. groups: cut each into this many parts and interleave
+    them, the inverse of `Split` with ``groups``.
     """
 
     patterns: tuple[str, ...]
@@ -514,7 +545,10 @@ class Fuse:
 
 @dataclass(frozen=True, slots=True)
 class Transpose:
-    """Swap two dimensions of the tensors whose names match."""
+    """Swap two dimensions of the tensors whose names match.
+
+    pattern: a regular expression that is searched for in names. dim0, dim1: the dimensions, the first two by default.
+    """
 
     pattern: str
     dim0: int = 0
@@ -536,7 +570,11 @@ class Transpose:
 
 @dataclass(frozen=True, slots=True)
 class Narrow:
-    """Keep [start, stop) of a dimension and drop the rest, such as the padding of a vocabulary."""
+    """Keep [start, stop) of a dimension and drop the rest, such as the padding of a vocabulary.
+
+    pattern: a regular expression that is searched for in names. start, stop: what is kept of the dimension. dim: the
+    dimension, the first by default.
+    """
 
     pattern: str
     start: int

@@ -64,9 +64,11 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """Result of `verify_source`. ``checksummed`` is False for a checkpoint of stock DCP, which has no checksums.
+    """Result of `Checkpoint.verify`.
 
-    ``warnings`` are files that were added later, which is not damage.
+    ok: nothing is wrong. files, nbytes: how many files, and bytes of them, were read. checksummed: False for a
+    checkpoint of stock DCP, which has no checksums. problems: what is wrong, each with its file, the tensor and the
+    range of bytes if these are known, and a message. warnings: files that were added later, which is not damage.
     """
 
     ok: bool
@@ -197,7 +199,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One stored tensor: global ``shape``, ``dtype``, ``nbytes`` of the whole, and the boxes it is stored in."""
+    """One stored tensor.
+
+    shape, dtype, nbytes: those of the whole. shards: the boxes of the whole that it is stored in.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -207,7 +212,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """One extra file of a checkpoint."""
+    """One extra file of a checkpoint. nbytes: its size."""
 
     nbytes: int
 

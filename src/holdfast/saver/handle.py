@@ -255,7 +255,7 @@ class SaveHandle:
         self.mirrored(self.attempt, deadline - time.monotonic())
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the error of the save, or None if it was published; waits like `result`."""
+        """Return the error of the save, or None if it was published; waits as `result` does, with its ``timeout``."""
         self._settle(timeout)
         return self._future.exception(0)
 

@@ -33,6 +33,7 @@ class RNG:
     """The process's random number generators; ``state_dict()`` and ``load_state_dict()`` change nothing else."""
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the states of the generators of `random`, numpy, torch, and the accelerator if it is initialized."""
         state: dict[str, Any] = {
             "python": random.getstate(),
             "numpy": _numpy_state(),
@@ -45,6 +46,7 @@ class RNG:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the generators to ``state``, which `state_dict` returned; those that it doesn't have stay as they are."""
         if "python" in state:
             version, internal, gauss = state["python"]
             random.setstate((version, tuple(internal), gauss))
@@ -58,7 +60,7 @@ class RNG:
             torch.get_device_module(kind).set_rng_state(state[kind].cpu())
 
     def reshard_state_dict(self, states: Sequence[Mapping[str, Any]], rank: int, world: int) -> dict[str, Any]:
-        """A state for ``rank`` of ``world``, derived from the first of ``states``."""
+        """Return a state for ``rank`` of ``world`` ranks, derived from the first of ``states``."""
         seed = _seed_from(states[0], rank, world)
         fresh: dict[str, Any] = {
             "python": random.Random(seed).getstate(),  # noqa: S311

@@ -242,6 +242,7 @@ class HoldfastRandomState(Callback):
         self._is_fitting = False
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the random states of all ranks; all of them call it."""
         state = self._random.state_dict()
         if "numpy" in state and isinstance(state["numpy"], tuple):  # lists: torch.load(weights_only=True) reads them
             state["numpy"] = tuple(item.tolist() if hasattr(item, "tolist") else item for item in state["numpy"])
@@ -252,6 +253,7 @@ class HoldfastRandomState(Callback):
         return {"ranks": ranks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take this rank's states, or on another number of ranks ones made of all; ``fit`` sets them."""
         ranks: Sequence[Mapping[str, Any]] = state_dict["ranks"]
         rank, world = (dist.get_rank(), dist.get_world_size()) if _is_distributed() else (0, 1)
         same = len(ranks) == world
@@ -260,10 +262,12 @@ class HoldfastRandomState(Callback):
             self._random.apply()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - Lightning's signature
+        """Set what was loaded."""
         self._is_fitting = True
         self._random.apply()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Set what was loaded once more, if training resumes inside an epoch."""
         self._is_fitting = False
         self._random.on_train_start(trainer)
 
