@@ -27,6 +27,8 @@ _TOLD: Final = frozenset(
     )
 )
 """Kinds that are shown as they are, one line each."""
+_SETTLED: Final = {"rolled_forward": "rolled forward", "removed": "removed"}
+"""Outcomes of saves that a kill has hit, by what a recovery tells."""
 
 
 def _time(value: object) -> float | None:
@@ -55,7 +57,11 @@ def text_of(value: object, most: int = 1000) -> str | None:
 
 
 def saves_of(journal: JournalLines) -> list[dict[str, Any]]:
-    """Return every save that ended, or is in work, oldest first; of those before `RANK_ROWS_MAX` rows no ranks."""
+    """Return every save, oldest first; of those before `RANK_ROWS_MAX` rows no ranks.
+
+    Its outcome is ``"published"``, ``"failed"`` or ``"started"``, which is in work; of one that a kill hit, what the
+    next start did with it, ``"rolled forward"`` or ``"removed"``, or ``"cut off"`` where that isn't known.
+    """
     ended: list[dict[str, Any]] = []
     open_: dict[tuple[str | None, str | None, int | None], dict[str, Any]] = {}
     for line in journal.lines:
@@ -66,6 +72,15 @@ def saves_of(journal: JournalLines) -> list[dict[str, Any]]:
         elif kind in ("save.published", "save.failed"):
             open_.pop(key, None)
             ended.append(_save(line, kind.removeprefix("save.")))
+        elif kind == "recovery" and (outcome := _SETTLED.get(text_of(line.get("what")) or "")):
+            for save in open_.values():
+                if save["name"] == key[1] and save["outcome"] == "started":
+                    save["outcome"] = outcome
+    over = {line["run"] for line in journal.lines if line["kind"] == "run.ended"}
+    last = journal.lines[-1]["run"] if journal.lines else None
+    for (run, _, _), save in open_.items():
+        if save["outcome"] == "started" and (run in over or run != last):
+            save["outcome"] = "cut off"
     saves = sorted((*ended, *open_.values()), key=lambda save: (save["began"], save["t"]))[-SAVES_MAX:]
     left = RANK_ROWS_MAX
     for save in reversed(saves):  # from the newest on: of older ones they aren't even looked at

@@ -59,6 +59,23 @@ def test_a_save_that_ended_isnt_in_work_too(tmp_path, attempt):
     assert [(save["step"], save["outcome"]) for save in saves_of(journal)] == [(5, "published"), (6, "started")]
 
 
+def test_saves_that_a_kill_has_hit_are_not_in_work(tmp_path):
+    """One that the next start published, one that it removed, one of which nothing is told, and one in work."""
+    killed = [line("save.started", float(step), step=step, name=f"step-{step}") for step in (1, 2, 3)]
+    settled = [line("recovery", 11.0, run="b", name="step-1", what="rolled_forward")]
+    settled += [line("recovery", 11.5, run="b", name="step-2", what="removed")]
+    again = [line("save.started", 12.0, run="b", step=2, name="step-2")]
+    told = journal_of(tmp_path, *killed, line("run.started", 10.0, run="b"), *settled, *again)
+    assert [(save["step"], save["outcome"]) for save in saves_of(told)] == [
+        (1, "rolled forward"),
+        (2, "removed"),
+        (3, "cut off"),
+        (2, "started"),
+    ]
+    ended = journal_of(tmp_path, *killed[:1], line("run.ended", 2.0, how="closed"))
+    assert [save["outcome"] for save in saves_of(ended)] == ["cut off"]
+
+
 def test_fields_of_a_wrong_type_are_unknown(tmp_path):
     rows = [[0, None, 1, 2, 3, 4], [1], "x", ["r", 1, 2, 3, 4, 5], [2, 1, 2, 3, "4", None]]
     journal = journal_of(

@@ -347,8 +347,8 @@ const timeline = {
 };
 
 function outcomeChip(save) {
-  const kind = { published: "good", failed: "bad", missed: "warn" }[save.outcome] ?? "warn";
-  const text = save.outcome === "started" ? "in work, or cut off" : save.outcome;
+  const kind = { published: "good", "rolled forward": "good", failed: "bad" }[save.outcome] ?? "warn";
+  const text = save.outcome === "started" ? "in work" : save.outcome;
   return h("span", {}, h("span", { class: `chip ${kind}` }, text), save.outcome === "failed" ? (save.error ?? "") : "");
 }
 
