@@ -294,13 +294,13 @@ class DifferenceSums:
 
     @property
     def relative(self) -> float:
-        """The length of the difference against that of the first; infinite if that is 0."""
+        """Return the length of the difference against that of the first; infinite if that is 0."""
         first, _, difference = map(math.sqrt, self.squares)
         return difference / first if first else (math.inf if difference else 0.0)
 
     @property
     def cosine(self) -> float | None:
-        """Of the angle between both; None if one of them is 0."""
+        """Return that of the angle between both; None if one of them is 0."""
         first, second, _ = map(math.sqrt, self.squares)
         return None if not first or not second else max(-1.0, min(1.0, self.dot / (first * second)))
 

@@ -84,9 +84,12 @@ def _entries(listing: RootListing) -> dict[str, CheckpointEntry]:
 
 
 def keep_of(runs: Sequence[TrainingRun]) -> Keep | None:
-    """Return the retention of the last run that tells it; None if none does."""
+    """Return the retention of the last run that tells it; None if none does. A run without one keeps all."""
     for run in reversed(runs):
-        told = run.told.get("config", {}).get("keep")
+        config = run.told.get("config", {})
+        told = config.get("keep")
+        if told is None and "keep" in config:
+            return Keep(last=None)
         if isinstance(told, dict):
             best = told.get("best")
             try:

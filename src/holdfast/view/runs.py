@@ -31,7 +31,7 @@ _WANTED: Final = ("closed", "exited")
 
 
 @dataclass(slots=True)
-class Stretch:
+class Leg:
     """A part of a run that went forward: from its start, from a step gone back to, or from a cut of the journal on.
 
     began, ended, beats: by a clock that never goes back.
@@ -43,7 +43,7 @@ class Stretch:
     """``"started"``, ``"resumed"`` or ``"cut"``."""
     gone_back_to: int | None = None
     how: str | None = None
-    """How the run ended, in its last stretch."""
+    """How the run ended, in its last leg."""
     beats: list[tuple[float, int]] = field(default_factory=list)
     """When which step was heard of, by any line."""
 
@@ -66,7 +66,7 @@ class TrainingRun:
     """What ``run.started`` says, by the names it has there; ``resumed_from`` may come later, as ``run.resumed``."""
     ended: str | None = None
     beats: list[tuple[float, int]] = field(default_factory=list)
-    stretches: list[Stretch] = field(default_factory=list)
+    legs: list[Leg] = field(default_factory=list)
     stalls: dict[int | None, dict[str, float]] = field(default_factory=dict)
     """Seconds that training waited, by step and by kind of save."""
 
@@ -97,33 +97,33 @@ def runs_of(journal: JournalLines) -> list[TrainingRun]:
         written = at
         if name not in found:
             run = found[name] = TrainingRun(name, at, at)
-            run.stretches.append(Stretch(now, now, "started" if line["kind"] == "run.started" else "cut"))
+            run.legs.append(Leg(now, now, "started" if line["kind"] == "run.started" else "cut"))
         _take(found[name], line, at, now)
     return list(found.values())
 
 
 def _take(run: TrainingRun, line: dict[str, Any], at: float, now: float) -> None:
     """Take in one line of ``run``, written at ``at`` by its own clock."""
-    kind, step, stretch = line["kind"], step_of(line.get("step")), run.stretches[-1]
+    kind, step, leg = line["kind"], step_of(line.get("step")), run.legs[-1]
     run.last_sign = max(run.last_sign, at)
-    if kind == CUT or (kind == "run.resumed" and stretch.beats):
-        stretch = Stretch(now, now, "cut" if kind == CUT else "resumed")
-        run.stretches.append(stretch)
-    stretch.ended = now
+    if kind == CUT or (kind == "run.resumed" and leg.beats):
+        leg = Leg(now, now, "cut" if kind == CUT else "resumed")
+        run.legs.append(leg)
+    leg.ended = now
     match kind:
         case "run.started":
             run.started, run.told = at, _checked_start(line)
-            stretch.gone_back_to = run.told["resumed_from"]
+            leg.gone_back_to = run.told["resumed_from"]
         case "run.resumed":
-            stretch.gone_back_to = step
-            if len(run.stretches) == 1:
+            leg.gone_back_to = step
+            if len(run.legs) == 1:
                 run.told["resumed_from"] = step
         case "run.ended":
-            run.ended = stretch.how = text_of(line.get("how"), 20) or "closed"
+            run.ended = leg.how = text_of(line.get("how"), 20) or "closed"
         case "step" | "save.started" | "save.published" if step is not None:
             run.beats.append((at, step))
             if kind != "save.published":  # by then training is further on
-                stretch.beats.append((now, step))
+                leg.beats.append((now, step))
     if kind in ("save.published", "save.failed"):
         of_kinds = run.stalls.setdefault(step, {})
         kind_of = text_of(line.get("kind_of"), 20) or "checkpoint"
@@ -142,13 +142,13 @@ def _checked_start(line: dict[str, Any]) -> dict[str, Any]:
 
 def goodput_of(runs: Sequence[TrainingRun]) -> dict[str, Any] | None:
     """Return wall time, what was lost of it to what, in seconds, and the share that wasn't; None where nothing ran."""
-    stretches = list(chain.from_iterable(run.stretches for run in runs))
-    if not stretches:
+    legs = list(chain.from_iterable(run.legs for run in runs))
+    if not legs:
         return None
-    pairs = list(pairwise(stretches))
+    pairs = list(pairwise(legs))
     idle_s = sum(_gap_s(*pair) for pair in pairs if pair[0].how in _WANTED)
     untold_s = sum(_gap_s(*pair) for pair in pairs if pair[1].since == "cut" and pair[0].how not in _WANTED)
-    wall_s = max(one.ended for one in stretches) - stretches[0].began - idle_s - untold_s
+    wall_s = max(one.ended for one in legs) - legs[0].began - idle_s - untold_s
     if wall_s <= 0:
         return None
     lost = {
@@ -160,11 +160,11 @@ def goodput_of(runs: Sequence[TrainingRun]) -> dict[str, Any] | None:
     return {"wall_s": wall_s, "idle_s": idle_s, "lost": lost, "share": share}
 
 
-def _gap_s(before: Stretch, after: Stretch) -> float:
+def _gap_s(before: Leg, after: Leg) -> float:
     return max(0.0, after.began - before.ended)
 
 
-def _restart_s(before: Stretch, after: Stretch) -> float:
+def _restart_s(before: Leg, after: Leg) -> float:
     if after.since == "cut":
         return 0.0
     since = after.began if before.how in _WANTED or after.since == "resumed" else before.ended
@@ -172,7 +172,7 @@ def _restart_s(before: Stretch, after: Stretch) -> float:
     return max(0.0, first - since)
 
 
-def _repeated_s(before: Stretch, after: Stretch) -> float:
+def _repeated_s(before: Leg, after: Leg) -> float:
     pace_s = before.pace_s()
     if pace_s is None or after.since == "cut":
         return 0.0

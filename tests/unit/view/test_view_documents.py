@@ -195,6 +195,16 @@ def test_differences_are_those_that_diff_prints(tmp_path):
     assert difference_of(paths[3], paths[0], "model.weight")["cosine"] is None
 
 
+def test_a_run_that_keeps_all_says_so(tmp_path):
+    config = holdfast.CheckpointConfig(keep=None)
+    with holdfast.CheckpointManager(tmp_path, {"w": torch.zeros(2)}, config=config) as manager:
+        for step in (1, 2):
+            manager.save(step).result()
+    summary = summary_of(str(tmp_path))
+    assert summary["keep"] is not None
+    assert all(row["kept"] for row in summary["steps"])
+
+
 def test_what_was_suspicious_about_a_save_is_told(tmp_path):
     model = torch.nn.Linear(4, 4)
     with holdfast.CheckpointManager(tmp_path, {"model": model}) as manager:

@@ -94,7 +94,7 @@ const timeline = {
     this.ranks = ranks;
     this.grid.show(saves);
     this.chosen = this.chosen && (saves.find((save) => save.t === this.chosen.t && save.step === this.chosen.step) ?? null);
-    if (!this.chosen) this.chosen = saves.at(-1) ?? null;
+    if (!this.chosen || !this.picked) this.chosen = saves.at(-1) ?? null;
     this.tell();
     replace(this.events, eventsCard());
     this.plot.again();
@@ -136,6 +136,7 @@ const timeline = {
 
   choose(save, closely) {
     this.chosen = save;
+    this.picked = true; // until then the newest is shown, also of a job that goes on
     if (closely) {
       const length = Math.max(endOf(save) - startOf(save), 0.02);
       this.look([startOf(save) - length * 0.1, endOf(save) + length * 0.15]);
