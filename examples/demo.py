@@ -13,7 +13,7 @@
 Every loss of B, those of repeated steps too, must equal A's to the last bit, and so must the final model and optimizer,
 read here with nothing but stock `torch.distributed.checkpoint`. So must the logits of what `from_pretrained` has loaded
 those of the model that was trained. Otherwise this exits with status 1.
-Writes the logs, losses.png, the checkpoints and the exports of both runs under OUT.
+Writes the logs, losses.png, the checkpoints and exports of both runs, and report.html, the page of run B, under OUT.
 """
 
 from __future__ import annotations
@@ -237,6 +237,14 @@ def table(a: Path, b: Path, kills: list[Kill]) -> None:
         )
 
 
+def write_report(run: Path, page: Path) -> None:
+    """Write the page of a run: its saves on each rank, what the kills cost, its steps and their tensors."""
+    command = [sys.executable, "-m", "holdfast", "report", str(run / "checkpoints"), "-o", str(page), "--stats"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
+    if ended.returncode:
+        raise DemoError(f"holdfast report: exit status {ended.returncode}\n{ended.stderr[-3000:]}")
+
+
 def check_directories(a: Path, b: Path) -> tuple[list[Path], list[Path]]:
     """Checkpoints and exports that both runs have kept; each must be whole, and nothing else may be there."""
     checkpoints = [path for run in (a, b) for path in sorted((run / "checkpoints").glob("step-*"), key=step_of)]
@@ -289,6 +297,7 @@ def main() -> None:
 
     table(a, b, kills)
     plot(out / "losses.png", losses(a), pieces_of(b), kills)
+    write_report(b, out / "report.html")
     compared, tensors = check_same(a, b)
     checkpoints, exports = check_directories(a, b)
     (_, positions, words), dtype = written.logits.shape, str(written.logits.dtype).removeprefix("torch.")
@@ -298,7 +307,9 @@ def main() -> None:
    logits equal bit for bit: {positions} x {words} {dtype}, of the trained model and of what from_pretrained has loaded
    one copy of the state served the checkpoint and the export of each step
    every byte of the {len(checkpoints)} checkpoints and {len(exports)} exports that were kept matches its checksum
-   curve: {out / "losses.png"}   export: {written.directory}   {time.monotonic() - begin:.0f} s in all""")
+   curve: {out / "losses.png"}   export: {written.directory}   {time.monotonic() - begin:.0f} s in all
+
+   look at run B in a browser: {(out / "report.html").resolve().as_uri()}""")
 
 
 if __name__ == "__main__":

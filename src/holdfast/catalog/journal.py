@@ -32,12 +32,12 @@ import sys
 import threading
 import time
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from holdfast import events
 from holdfast._version import __version__
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage.locks import DIRECTORY
 from holdfast.storage.protocol import AnswersRequests
 
@@ -67,6 +67,11 @@ CLOSE_S: Final = 2.0
 RANKS_MAX: Final = 512
 MESSAGE_CHARS_MAX: Final = 1000
 NAMES_MAX: Final = 20
+CUT: Final = "journal.cut"
+"""Kind of the line that stands for those that were dropped, with the time of the newest of them."""
+_CUT_BYTES_MAX: Final = 200
+_BEGINNINGS: Final = frozenset(("run.resumed", "step"))
+_TIME_END: Final = 1e11
 _FLAGS: Final = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _FIGURES: Final = ("nbytes", "stall_s", "staging_s", "persist_s", "commit_s")
 _STALL_AT: Final = 2
@@ -305,26 +310,52 @@ def _size_of_plain(fd: int, path: str) -> int:
 
 
 class ObjectSink:
-    """`Sink` on an object store: one object a run, put again as a whole, at most every `PUT_EVERY_S` and at the end."""
+    """`Sink` on an object store: one object a run, put again as a whole, at most every `PUT_EVERY_S` and at the end.
+
+    What becomes too much loses its ranks first, then its oldest lines, but for those that say how the run began.
+    """
 
     def __init__(self, storage: Storage, run: str) -> None:
         self._storage = storage
         self._name = f"{RUNS}/{run}.jsonl"
-        self._first = b""  # it says which run this is: never dropped
-        self._rest: deque[bytes] = deque()
-        self._nbytes = 0
+        self._run = run
+        self._head: list[bytes] = []
+        """Never dropped: which run this is, what it resumed from, and its first step."""
+        self._older, self._newer = _Lines(), _Lines()
+        """Lines without ranks, and those after them, as they came."""
+        self._dropped, self._dropped_t = 0, 0.0
         self._put_at = time.monotonic()
         self._is_new, self._dirty = True, False
 
     def add(self, line: bytes) -> None:
         self._dirty = True
-        self._nbytes += len(line)
-        if not self._first:
-            self._first = line
+        if not self._head:
+            self._head.append(line)
             return
-        self._rest.append(line)
-        while self._nbytes > OBJECT_BYTES_MAX:
-            self._nbytes -= len(self._rest.popleft())
+        self._newer.append(line)
+        room = OBJECT_BYTES_MAX - sum(map(len, self._head)) - _CUT_BYTES_MAX
+        while self._older.nbytes + self._newer.nbytes > room:
+            if self._newer.nbytes > room // 2:
+                self._older.append(_without_ranks(self._newer.popleft()))
+            else:
+                self._drop(self._older.popleft())
+
+    def _drop(self, line: bytes) -> None:
+        row = json.loads(line)
+        kept = {json.loads(one)["kind"] for one in self._head} if row["kind"] in _BEGINNINGS else {"step"}
+        if row["kind"] not in kept and "step" not in kept:
+            self._head.append(line)
+        else:
+            self._dropped += 1
+            self._dropped_t = row["t"]
+
+    def _data(self) -> bytes:
+        head = list(self._head)
+        if self._dropped:
+            head.append(
+                render({"v": VERSION, "t": self._dropped_t, "run": self._run, "kind": CUT, "lines": self._dropped})
+            )
+        return b"".join((*head, *self._older.lines, *self._newer.lines))
 
     def flush(self, *, last: bool) -> float | None:
         left_s = self._put_at + PUT_EVERY_S - time.monotonic()
@@ -333,13 +364,34 @@ class ObjectSink:
         if left_s > 0 and not last:
             return left_s
         self._put_at = time.monotonic()
-        self._storage.replace_file(self._name, b"".join((self._first, *self._rest)), by=f"{self._name}.part")
+        self._storage.replace_file(self._name, self._data(), by=f"{self._name}.part")
         self._dirty = False
         if self._is_new and not last:  # a short run leaves that to a longer one: an end is no time for requests
             self._is_new = False
             for name in sorted(self._storage.list_dir(RUNS))[:-OBJECTS_MAX]:
                 self._storage.unlink(f"{RUNS}/{name}")
         return None
+
+
+class _Lines:
+    """Lines and how many bytes they have."""
+
+    def __init__(self) -> None:
+        self.lines: deque[bytes] = deque()
+        self.nbytes = 0
+
+    def append(self, line: bytes) -> None:
+        self.lines.append(line)
+        self.nbytes += len(line)
+
+    def popleft(self) -> bytes:
+        line = self.lines.popleft()
+        self.nbytes -= len(line)
+        return line
+
+
+def _without_ranks(line: bytes) -> bytes:
+    return render({**json.loads(line), "ranks": None}) if b'"ranks":[' in line else line
 
 
 def render(line: Mapping[str, Any]) -> bytes:
@@ -461,38 +513,77 @@ _TOLD: Final[dict[str, Callable[[Event], tuple[str, dict[str, Any]]]]] = {
 # Readers. ------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class JournalLines:
+    """What was read of a journal. skipped: how many lines are none; errors: of files that can't be read."""
+
+    lines: list[dict[str, Any]]
+    """In the order they were written, whatever the clock did."""
+    skipped: int = 0
+    errors: tuple[StorageError, ...] = ()
+
+
 def read_journal(storage: Readable) -> list[dict[str, Any]]:
     """Return the lines of the journal of ``storage``, in the order they were written; empty if there is none.
 
     Lines that are torn, aren't JSON, or are of no kind are left out. Raises `StorageError`.
     """
-    found: list[dict[str, Any]] = []
-    if isinstance(storage, AnswersRequests):
-        names = [f"{RUNS}/{name}" for name in sorted(storage.list_dir(RUNS)) if name.endswith(".jsonl")]
-    else:
-        names = [OLD_FILE, FILE]
+    found = scan_journal(storage)
+    if found.errors:
+        raise found.errors[0]
+    return found.lines
+
+
+def scan_journal(storage: Readable) -> JournalLines:
+    """Return what can be read of the journal of ``storage``, and what can't; never raises for what files hold or lack.
+
+    In a directory, runs that were copied from an object store are read, too.
+    """
+    lines: list[dict[str, Any]] = []
+    errors: list[StorageError] = []
+    skipped = 0
+    names = [] if isinstance(storage, AnswersRequests) else [OLD_FILE, FILE]
+    try:
+        names += [f"{RUNS}/{name}" for name in sorted(storage.list_dir(RUNS)) if name.endswith(".jsonl")]
+    except StorageError as error:
+        errors.append(error)
     for name in names:
-        found += parse_lines(_tail(storage, name))
-    return found
-
-
-def parse_lines(data: bytes) -> list[dict[str, Any]]:
-    """Return those lines of ``data`` that are lines of a journal."""
-    found = []
-    for line in data.splitlines():
-        if not line.startswith(b"{") or len(line) > LINE_BYTES_MAX:
-            continue
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
+            found, others = parse_lines(_tail(storage, name))
+        except StorageError as error:
+            errors.append(error)
             continue
-        if isinstance(row.get("kind"), str) and isinstance(row.get("run"), str) and _is_time(row.get("t")):
+        lines += found
+        skipped += others
+    return JournalLines(lines, skipped, tuple(errors))
+
+
+def parse_lines(data: bytes) -> tuple[list[dict[str, Any]], int]:
+    """Return those lines of ``data`` that are lines of a journal, and how many others there are."""
+    found, others = [], 0
+    for line in data.splitlines():
+        row = _parsed(line)
+        if row is not None:
             found.append(row)
-    return found
+        elif line.strip():
+            others += 1
+    return found, others
 
 
-def _is_time(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    if not line.startswith(b"{") or len(line) > LINE_BYTES_MAX:
+        return None
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_line = isinstance(row.get("kind"), str) and isinstance(row.get("run"), str) and is_time(row.get("t"))
+    return row if is_line else None
+
+
+def is_time(value: object) -> bool:
+    """Return True for seconds since the epoch that a calendar knows."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < _TIME_END
 
 
 def _tail(storage: Readable, name: str) -> bytes:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from holdfast.boxes import row_blocks, whole
 from holdfast.cores import take_turns
+from holdfast.errors import ConfigError
 from holdfast.format.manifest import METADATA_NAME
 from holdfast.loader.sources.holdfast import HoldfastSource, members_of, telling_apart
 from holdfast.storage.object_storage import without_attempt
@@ -218,7 +219,7 @@ def _changes(first: CheckpointSource, second: CheckpointSource, names: Sequence[
 
     found: list[TensorChange] = []
     parts = [(name, box) for name in names for box in _parts_of(first.tensors[name])]
-    sums = {name: _DifferenceSums() for name in names}
+    sums = {name: DifferenceSums() for name in names}
     step = len(parts) if len(names) > 1 else 1
     for at in range(0, len(parts), step):
         some = parts[at : at + step]
@@ -237,13 +238,16 @@ def _parts_of(tensor: StoredTensor) -> Iterator[Box]:
     return row_blocks(whole(tensor.shape), max(1, PART_BYTES // tensor.itemsize))
 
 
-class _DifferenceSums:
-    """Sums over parts of a tensor and of its other version, from which a `TensorChange` is made."""
+class DifferenceSums:
+    """Sums over parts of a tensor and of its other version: elements with other bits, and by how much they differ.
 
-    __slots__ = ("changed", "dot", "max_abs", "non_finite", "squares")
+    Of two dtypes, bits are those of the numbers in float64, where a NaN is a NaN.
+    """
+
+    __slots__ = ("changed", "dot", "elements", "max_abs", "non_finite", "squares")
 
     def __init__(self) -> None:
-        self.changed = 0
+        self.elements = self.changed = 0
         self.max_abs = 0.0
         self.squares = [0.0, 0.0, 0.0]
         """Of the first, of the second, and of their difference."""
@@ -251,13 +255,18 @@ class _DifferenceSums:
         self.non_finite = [0, 0]
 
     def add(self, one: torch.Tensor, other: torch.Tensor) -> None:
-        """Take in a part."""
+        """Take in a part. Raises `ConfigError` for dtypes that can't be compared."""
         import torch
 
         from holdfast._torch_compat import as_bytes
 
+        if one.dtype != other.dtype:
+            one, other = (torch.where(each.isnan(), math.nan, each) for each in map(_numbers, (one, other)))
+            if one.shape != other.shape:
+                raise ConfigError("these dtypes can't be compared by their numbers")
         mine, theirs = (as_bytes(each.contiguous()).reshape(-1, one.element_size()) for each in (one, other))
         changed = (mine != theirs).any(dim=1)
+        self.elements += one.numel()
         self.changed += int(changed.sum())
         if not changed.any():
             value = _numbers(one).double()
@@ -283,12 +292,21 @@ class _DifferenceSums:
                 self.squares[at] += float(values.square().sum())
             self.dot += float((a * b).sum())
 
+    @property
+    def relative(self) -> float:
+        """Return the length of the difference against that of the first; infinite if that is 0."""
+        first, _, difference = map(math.sqrt, self.squares)
+        return difference / first if first else (math.inf if difference else 0.0)
+
+    @property
+    def cosine(self) -> float | None:
+        """Return that of the angle between both; None if one of them is 0."""
+        first, second, _ = map(math.sqrt, self.squares)
+        return None if not first or not second else max(-1.0, min(1.0, self.dot / (first * second)))
+
     def change(self, name: str, dtype: str, shape: tuple[int, ...]) -> TensorChange:
         """Return what became of the tensor."""
-        first, second, difference = map(math.sqrt, self.squares)
-        relative = difference / first if first else (math.inf if difference else 0.0)
-        cosine = None if not first or not second else max(-1.0, min(1.0, self.dot / (first * second)))
-        made = TensorChange(name, dtype, shape, whole(shape).volume, self.changed, self.max_abs, relative, cosine)
+        made = TensorChange(name, dtype, shape, self.elements, self.changed, self.max_abs, self.relative, self.cosine)
         made.non_finite = (self.non_finite[0], self.non_finite[1])
         return made
 

@@ -6,7 +6,8 @@
     rank 0            `suspicions`: compares what all ranks have told, before it publishes
 
 Stale: since the save before, the state of an optimizer has changed, and it stepped with a learning rate above 0, but no
-parameter that it belongs to has a changed byte, by the checksums that the engine computes anyway. Whole modules are
+parameter that it belongs to has a changed byte, by the checksums that the engine computes anyway. An optimizer without
+state is judged by its steps alone, if none of its parameters is one of the state's. Whole modules are
 judged, never single tensors: what is frozen, gets no gradient or is too coarse for a small step doesn't change.
 Replicas: every holder hashes the same pieces of the same tensors, others at each step. Numbers: a window of the image
 moves on with each save.
@@ -26,9 +27,10 @@ import operator
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import msgspec
+import numpy as np
 import torch
 import xxhash
 from torch import nn
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("holdfast")
 SAMPLES: Final = 2
+CANDIDATES: Final = 256
 PIECE_BYTES: Final = 64 << 10
 SCAN_SHARE: Final = 1 / 256
 SCAN_BYTES_MIN: Final = 4 << 20
@@ -69,6 +72,7 @@ _SCANNED: Final = {
     "float64": torch.float64,
 }
 
+_Codes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint64]]"
 What = Literal["stale", "replicas", "nonfinite"]
 
 
@@ -88,11 +92,13 @@ class Judged(msgspec.Struct, array_like=True):
     states_changed: int = 0
     stepped: bool = False
     names: list[str] = []
+    states: int = 0
 
     def add(self, other: Judged) -> None:
         self.nbytes += other.nbytes
         self.changed += other.changed
         self.states_changed += other.states_changed
+        self.states += other.states
         self.stepped = self.stepped or other.stepped
         self.names = [*self.names, *other.names][:NAMES_MAX]
 
@@ -124,6 +130,8 @@ class Roles:
     labels_of_id: dict[int, str] = field(default_factory=dict)
     ring: list[tuple[int, str, str]] = field(default_factory=list)
     """(checksum of its key, name, key) of each tensor with replicas, sorted."""
+    codes: _Codes = field(default_factory=lambda: np.empty(0, np.uint64))
+    """The checksums in ``ring``."""
 
     @classmethod
     def of(cls, snapshot: Snapshot, rank: int) -> Roles:
@@ -150,6 +158,7 @@ class Roles:
             unlinked = UNLINKED if name in lazy else OUTSIDE
             roles.state_of[name] = "|".join(sorted(keys)) if keys and name in lazy else unlinked
         roles.ring = sorted(roles._replicated(rank))
+        roles.codes = np.array([code for code, _, _ in roles.ring], np.uint64)
         return roles
 
     def _add_value(self, spec: TensorSpec, owned: set[str], held: dict[str, set[str]]) -> None:
@@ -251,8 +260,7 @@ class StateWatch:
         if self._world == 1 or step is None or not roles.ring:
             return []
         seed = xxhash.xxh3_64_intdigest(b"%d" % step)
-        start = bisect.bisect_left(roles.ring, (seed, "", ""))
-        chosen = [roles.ring[(start + at) % len(roles.ring)] for at in range(min(SAMPLES, len(roles.ring)))]
+        chosen = [roles.ring[at] for at in _chosen(roles.codes, seed)]
         return [found for row in chosen if (found := _sample(roles.lazy[row[1]], *row, seed)) is not None]
 
     # Finalizer thread. -------------------------------------------------------------------------------------------
@@ -286,6 +294,7 @@ class StateWatch:
             row = found.setdefault(label, Judged())
             row.nbytes, row.names = places.nbytes, places.names
             row.changed = len(places.values) - sum(map(same.__getitem__, places.values))
+            row.states = len(places.states)
             row.states_changed = len(places.states) - sum(map(same.__getitem__, places.states))
         return found
 
@@ -293,6 +302,20 @@ class StateWatch:
         if not self._complained:
             self._complained = True
             _log.warning("saves of this state can't be looked at for what is suspicious: %r", error)
+
+
+def _chosen(codes: _Codes, seed: int) -> list[int]:
+    """Return at which of the sorted ``codes`` the tensors are that have their turn: each as often as any other.
+
+    Those with the least scores, of `CANDIDATES` from ``seed`` on; codes alone would leave out what lies close together.
+    """
+    start = int(np.searchsorted(codes, np.uint64(seed)))
+    at = np.arange(start, start + min(CANDIDATES, len(codes))) % len(codes)
+    score = codes[at] ^ np.uint64(seed)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # as splitmix64 ends
+        score = (score ^ (score >> np.uint64(shift))) * np.uint64(factor)
+    found: list[int] = at[np.argsort(score ^ (score >> np.uint64(31)))[:SAMPLES]].tolist()
+    return found
 
 
 @dataclass(slots=True)
@@ -446,7 +469,8 @@ def _stale(told: Sequence[RankSeen]) -> list[Suspicion]:
     modules = [label for label, row in labels.items() if row.nbytes and label != OUTSIDE]
     found = []
     for label, row in labels.items():
-        if not row.states_changed:
+        stateless = label == UNLINKED and not row.states  # as plain SGD of other parameters than those saved
+        if not row.states_changed and not stateless:
             continue
         judged = Judged()
         unlinked = label in (UNLINKED, OUTSIDE)

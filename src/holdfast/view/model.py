@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING, Any
 from holdfast._version import __version__
 from holdfast.catalog.catalog import entry_of
 from holdfast.catalog.course import PARENT
+from holdfast.catalog.journal import scan_journal
 from holdfast.catalog.listing import list_root
 from holdfast.catalog.retention import Best, CheckpointEntry, Keep, newest_of, reasons_to_keep
 from holdfast.errors import ConfigError
 from holdfast.storage.local import open_storage
-from holdfast.view.journal import TrainingRun, events_of, goodput_of, read_journal, runs_of, saves_of, verified_in
+from holdfast.view.journal import events_of, saves_of, verified_in
+from holdfast.view.runs import TrainingRun, goodput_of, runs_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 def summary_of(path: str) -> dict[str, Any]:
     """Return the document of the root at ``path``, a directory or a URL. Raises `ConfigError`, `StorageError`."""
     listing = list_root(path)
-    journal = read_journal(open_storage(listing.path))
+    journal = scan_journal(open_storage(listing.path))
     runs = runs_of(journal)
     entries = _entries(listing)
     keep = keep_of(runs)
@@ -53,12 +55,16 @@ def summary_of(path: str) -> dict[str, Any]:
         "keep": _keep_document(keep),
         "steps": rows,
         "branches": branches_of(entries.values()),
-        "journal": {"present": bool(journal.lines), "lines": len(journal.lines), "skipped": journal.skipped},
+        "journal": {
+            "present": bool(journal.lines),
+            "lines": len(journal.lines),
+            "skipped": journal.skipped + len(journal.errors),
+        },
         "runs": [run.document() for run in runs],
         "beats": beats_of(runs),
         "saves": saves or _saves_of_manifests(rows),
         "events": events_of(journal),
-        "goodput": goodput_of(runs, saves),
+        "goodput": goodput_of(runs),
     }
 
 
@@ -78,9 +84,12 @@ def _entries(listing: RootListing) -> dict[str, CheckpointEntry]:
 
 
 def keep_of(runs: Sequence[TrainingRun]) -> Keep | None:
-    """Return the retention of the last run that tells it; None if none does."""
+    """Return the retention of the last run that tells it; None if none does. A run without one keeps all."""
     for run in reversed(runs):
-        told = run.told.get("config", {}).get("keep")
+        config = run.told.get("config", {})
+        told = config.get("keep")
+        if told is None and "keep" in config:
+            return Keep(last=None)
         if isinstance(told, dict):
             best = told.get("best")
             try:
@@ -140,9 +149,17 @@ def _row(row: RootEntry, manifest: Manifest | None, verified: dict[str, Any] | N
         found["versions"] = manifest.versions
         parent = manifest.extra.get(PARENT)
         found["parent"] = parent if isinstance(parent, str) else None
-        found["suspicious"] = bool(manifest.extra.get("suspicious"))
+        if suspicious := _suspicious(manifest):
+            found["suspicious"] = suspicious
     optional = {"chain": list(row.chain), "held_by": row.held_by, "error": row.error, "verified": verified}
     return {**found, **{name: value for name, value in optional.items() if value}}
+
+
+def _suspicious(manifest: Manifest) -> list[dict[str, str]]:
+    """Return what was suspicious about a save: kinds and sentences."""
+    found = manifest.extra.get("suspicious")
+    rows = [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
+    return [{name: str(row.get(name) or "")[:1000] for name in ("what", "message")} for row in rows]
 
 
 def _seconds(created: str | None) -> float | None:

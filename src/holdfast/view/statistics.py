@@ -1,10 +1,11 @@
 """Compute what a tensor's values are like, and how those of two steps differ, reading by parts. Imports torch.
 
-numpy computes: on a host whose cores a job has, torch's threads wait for one another at every small tensor.
+numpy describes: on a host whose cores a job has, torch's threads wait for one another at every small tensor.
+Differences are those of `DifferenceSums`, which ``holdfast diff`` prints.
 
 Guarantees: at most `PART_BYTES` of each tensor are in memory at a time; what is read was verified. Of a tensor larger
 than `READ_BYTES_MAX` evenly spread parts are read, and the result says which share.
-Assumes: values fit into float64 well enough; complex ones count by their magnitude.
+Assumes: values fit into float64 well enough; complex ones are described by their magnitude.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from holdfast.boxes import row_blocks, whole
 from holdfast.dtypes import ITEMSIZE
 from holdfast.errors import CheckpointNotFound, ConfigError
 from holdfast.loader.checkpoint import open_checkpoint, source_of
+from holdfast.loader.comparison import DifferenceSums
 from holdfast.loader.read import read_boxes
 
 if TYPE_CHECKING:
@@ -45,9 +47,9 @@ def statistics_of(path: str, name: str, *, bytes_max: int = READ_BYTES_MAX) -> d
     checkpoint = open_checkpoint(path)
     parts, share = _parts(_stored(checkpoint, name), bytes_max)
     if len(parts) == 1:
-        values = [_read(checkpoint, name, part) for part in parts]
+        values = [_plain(_read(checkpoint, name, part)) for part in parts]
         return _described(lambda: values, share)
-    return _described(lambda: (_read(checkpoint, name, part) for part in parts), share)
+    return _described(lambda: (_plain(_read(checkpoint, name, part)) for part in parts), share)
 
 
 def all_statistics(path: str, *, bytes_max: int) -> dict[str, Any]:
@@ -82,17 +84,23 @@ def _of_group(source: CheckpointSource, names: list[str]) -> dict[str, Any]:
 def difference_of(path: str, other: str, name: str, *, bytes_max: int = READ_BYTES_MAX) -> dict[str, Any]:
     """Return how tensor ``name`` of ``other`` differs from that of ``path``: absolute, relative, direction, share.
 
-    Raises `ConfigError` where the shapes differ, and as `statistics_of`.
+    As ``holdfast diff`` does, it compares bits. Raises `ConfigError` where the shapes differ, and as `statistics_of`.
     """
     first, second = open_checkpoint(path), open_checkpoint(other)
     one, two = _stored(first, name), _stored(second, name)
     if one.shape != two.shape:
         raise ConfigError(f"{name} has shape {list(one.shape)} there, and {list(two.shape)}: nothing to compare")
-    sums = _PairSums()
+    sums = DifferenceSums()
     parts, share = _parts(one, bytes_max)
     for part in parts:
-        sums.add(_read(first, name, part), _read(second, name, part))
-    return {**sums.document(), "share_read": share}
+        sums.add(*(_read(checkpoint, name, part) for checkpoint in (first, second)))
+    return {
+        "max_abs": sums.max_abs,
+        "relative": sums.relative if math.isfinite(sums.relative) else None,
+        "cosine": sums.cosine,
+        "share_changed": sums.changed / sums.elements if sums.elements else 0.0,
+        "share_read": share,
+    }
 
 
 def _stored(checkpoint: Checkpoint, name: str) -> StoredTensor:
@@ -117,9 +125,9 @@ def _parts(tensor: StoredTensor, bytes_max: int) -> tuple[list[Box], float]:
     return chosen, sum(part.volume for part in chosen) / volume if volume > 1 else 1.0
 
 
-def _read(checkpoint: Checkpoint, name: str, part: Box) -> _Values:
+def _read(checkpoint: Checkpoint, name: str, part: Box) -> torch.Tensor:
     index = tuple(slice(start, stop) for start, stop in zip(part.offsets, part.stops, strict=True))
-    return _plain(checkpoint.read(name, index))
+    return checkpoint.read(name, index)
 
 
 def _plain(values: torch.Tensor) -> _Values:
@@ -188,41 +196,4 @@ class _ValueSums:
             "norm": math.sqrt(self.squares) if math.isfinite(self.squares) else None,
             "min": self.least if self.count else None,
             "max": self.most if self.count else None,
-        }
-
-
-@dataclass(slots=True)
-class _PairSums:
-    """Sums over pairs of values; pairs with one that isn't finite count as changed unless both are the same."""
-
-    elements: int = 0
-    changed: int = 0
-    most: float = 0.0
-    squares: float = 0.0
-    first: float = 0.0
-    second: float = 0.0
-    both: float = 0.0
-
-    def add(self, one: _Values, two: _Values) -> None:
-        self.elements += one.size
-        same = (one == two) | (np.isnan(one) & np.isnan(two))
-        self.changed += int((~same).sum())
-        finite = np.isfinite(one) & np.isfinite(two)
-        one, two = one[finite], two[finite]
-        if not one.size:
-            return
-        gap = one - two
-        self.most = max(self.most, float(np.abs(gap).max()))
-        self.squares += float(np.dot(gap, gap))
-        self.first += float(np.dot(one, one))
-        self.second += float(np.dot(two, two))
-        self.both += float(np.dot(one, two))
-
-    def document(self) -> dict[str, Any]:
-        norms = math.sqrt(self.first) * math.sqrt(self.second)
-        return {
-            "max_abs": self.most,
-            "relative": math.sqrt(self.squares / self.first) if self.first else (0.0 if not self.squares else None),
-            "cosine": self.both / norms if norms else None,
-            "share_changed": self.changed / self.elements if self.elements else 0.0,
         }

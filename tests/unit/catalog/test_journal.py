@@ -19,6 +19,7 @@ from holdfast import events
 from holdfast.catalog import journal as journals
 from holdfast.catalog.journal import FILE, LINE_BYTES_MAX, OLD_FILE, Journal, parse_lines, read_journal, render
 from holdfast.catalog.retention import Keep
+from holdfast.errors import StorageError
 from holdfast.storage.local import open_storage
 
 CONFIG = SimpleNamespace(every=10, mode="async", staging="lazy", in_flight=2, keep=Keep())
@@ -102,7 +103,7 @@ def test_lines_that_are_none_are_skipped() -> None:
     good = render({"v": 1, "t": 1.0, "run": "a", "kind": "mark"})
     bad = [b"[1]", b"{", b"\xff\xfe", b'{"kind":1,"t":1,"run":"a"}', b'{"kind":"x","t":true,"run":"a"}', b"{" * 70_000]
     bad += [b'{"kind":"x","t":NaN,"run":"a"}', b'{"a":' * 20_000, b"{" + b" " * LINE_BYTES_MAX + b"}"]
-    assert parse_lines(b"\n".join([*bad, good.strip(), *bad])) == [json.loads(good)]
+    assert parse_lines(b"\n".join([*bad, good.strip(), *bad])) == ([json.loads(good)], 2 * len(bad))
 
 
 def test_a_large_journal_is_put_aside_and_both_are_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,8 +274,47 @@ def test_on_a_store_a_run_is_one_object_put_seldom_and_bounded(monkeypatch: pyte
     assert len(data) <= 10_000
     found = read_journal(bucket)
     assert found[0]["kind"] == "run.started", "what run it is stays"
-    assert [row["step"] for row in found[1:-1]] == list(range(found[1]["step"], 500))
+    dropped = found[1]["lines"]
+    assert (found[1]["kind"], found[1]["t"] <= found[2]["t"]) == ("journal.cut", True)
+    assert [row["step"] for row in found[2:-1]] == list(range(dropped, 500))
+    assert len(data) > 9_500, "as much stays as there is room for"
     assert found[-1]["kind"] == "run.ended"
+
+
+def test_on_a_store_ranks_of_older_saves_go_first_and_how_the_run_began_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journals, "OBJECT_BYTES_MAX", 20_000)
+    bucket = Bucket()
+    journal = Journal(bucket, CONFIG, world=8)
+    journal.start()
+    journal.note("load.finished", step=7)
+    journal.note("run.resumed", step=7)
+    journal.step(8)
+    ranks = [[rank, 1.0, 0.1, 0.2, 0.3, 5] for rank in range(64)]
+    for step in range(8, 200):
+        journal.note("save.published", step=step, stall_s=0.1, ranks=ranks)
+    journal.close()
+    (data,) = bucket.objects.values()
+    assert 18_000 < len(data) <= 20_000
+    found = read_journal(bucket)
+    assert [row["kind"] for row in found[:4]] == ["run.started", "run.resumed", "step", "journal.cut"]
+    saves = [row for row in found if row["kind"] == "save.published"]
+    assert [row["step"] for row in saves] == list(range(saves[0]["step"], 200))
+    with_ranks = [row["step"] for row in saves if row["ranks"]]
+    assert with_ranks == list(range(with_ranks[0], 200))
+    assert 4 < len(with_ranks) < len(saves) // 2
+    assert found[3]["lines"] == 1 + saves[0]["step"] - 8, "load.finished, too"
+
+
+def test_what_can_not_be_read_is_told_and_the_rest_is_read(root: Path) -> None:
+    begin(root).close()
+    (root / journals.RUNS).write_bytes(b"no directory")
+    with (root / FILE).open("ab") as file:
+        file.write(b"torn")
+    found = journals.scan_journal(open_storage(root))
+    assert [row["kind"] for row in found.lines] == ["run.started", "run.ended"]
+    assert (found.skipped, len(found.errors)) == (1, 1)
+    with pytest.raises(StorageError):
+        read_journal(open_storage(root))
 
 
 def test_on_a_store_lines_are_put_while_the_run_goes_on_and_again_after_an_error(

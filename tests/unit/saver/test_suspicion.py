@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import xxhash
 from torch import nn
 
 import holdfast
@@ -228,6 +230,50 @@ def test_a_group_without_learning_rate_is_no_alarm_and_the_rest_is_judged(
     both = nn.Sequential(tower, head)
     saves(tmp_path, {"tower": tower, "head": head, "optimizer": optimizer}, lambda _: train(both, optimizer))
     assert told == []
+
+
+def test_an_optimizer_without_state_is_judged_by_its_steps_if_it_is_of_other_parameters(
+    tmp_path: Path, told: list[events.Event]
+) -> None:
+    saved, trained = net(), net()
+    for number, model in enumerate((saved, trained)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+        def step(_number: int, model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            train(model, optimizer)
+
+        saves(tmp_path / str(number), {"model": saved, "optimizer": optimizer}, step)
+    assert whats(told) == [(2, "stale"), (3, "stale")]
+
+
+def test_plain_sgd_without_gradients_is_no_alarm(tmp_path: Path, told: list[events.Event]) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    saves(tmp_path, {"model": model, "optimizer": optimizer}, lambda _: optimizer.step())
+    assert told == []
+
+
+# Replicas. -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [3, 12, 1000])
+def test_every_replicated_tensor_has_its_turn_as_often_as_any_other(count: int) -> None:
+    """Saves at steps of a thousand; ranks that hold a tenth less choose mostly alike."""
+    names = [f"layers.{number}.weight" for number in range(count)]
+    codes = sorted(xxhash.xxh3_64_intdigest(name.encode()) for name in names)
+    fewer = [code for number, code in enumerate(codes) if number % 10]
+    turns, alike, saves_each = dict.fromkeys(codes, 0), 0, 100
+    seeds = [xxhash.xxh3_64_intdigest(b"%d" % (1000 * save)) for save in range(count * saves_each // suspicion.SAMPLES)]
+    for seed in seeds:
+        chosen = {codes[at] for at in suspicion._chosen(np.array(codes, np.uint64), seed)}
+        others = {fewer[at] for at in suspicion._chosen(np.array(fewer, np.uint64), seed)}
+        assert len(chosen) == suspicion.SAMPLES
+        alike += len(chosen & others)
+        for code in chosen:
+            turns[code] += 1
+    assert min(turns.values()) > saves_each * 0.5
+    assert max(turns.values()) < saves_each * 1.6
+    assert alike > 0.75 * sum(turns.values()) or count == 3
 
 
 # Numbers that are none. ----------------------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ import torch
 
 import holdfast
 from holdfast.errors import CheckpointNotFound, ConfigError
+from holdfast.loader.checkpoint import open_checkpoint, source_of
+from holdfast.loader.comparison import compare
 from holdfast.view.model import summary_of
 from holdfast.view.page import policy, render_page
 from holdfast.view.statistics import all_statistics, difference_of, statistics_of
@@ -165,6 +167,56 @@ def test_differences_are_those_of_the_values(root, tmp_path):
     holdfast.save({"model": {"weight": torch.zeros(2)}}, tmp_path / "other")
     with pytest.raises(ConfigError, match="shape"):
         difference_of(one, str(tmp_path / "other"), "model.weight")
+
+
+def test_differences_are_those_that_diff_prints(tmp_path):
+    """Bits count: -0 isn't 0, another NaN is another, the same NaN is the same; of two dtypes, the numbers count."""
+    one = torch.tensor([0.0, math.nan, math.nan, 1.0, math.inf, 2.0])
+    two = torch.tensor([-0.0, math.nan, -math.nan, 1.0, math.inf, 2.5])
+    two.view(torch.int32)[2] = -4194303
+    paths = [str(tmp_path / name) for name in ("one", "two", "half", "none")]
+    packed = torch.zeros(3, dtype=torch.complex64)
+    tensors = [(one, packed + 3j), (two, packed + 4j), (one.bfloat16(), packed), (one * 0, packed)]
+    for path, (values, numbers) in zip(paths, tensors, strict=True):
+        holdfast.save({"model": {"weight": values, "complex": numbers}}, path)
+    for other in paths[1], paths[3]:
+        changes = {
+            change.name: change
+            for change in compare(*(source_of(open_checkpoint(p)) for p in (paths[0], other))).changed
+        }
+        for name, change in changes.items():
+            found = difference_of(paths[0], other, name)
+            relative = change.relative if math.isfinite(change.relative) else None
+            assert (found["max_abs"], found["relative"]) == (change.max_abs, relative)
+            assert (found["share_changed"], found["cosine"]) == (change.share, change.cosine)
+        assert changes.keys() == {"model.weight", "model.complex"}
+    assert difference_of(paths[0], paths[1], "model.weight")["share_changed"] == 3 / 6
+    assert difference_of(paths[0], paths[2], "model.weight")["share_changed"] == 0
+    assert difference_of(paths[3], paths[0], "model.weight")["cosine"] is None
+
+
+def test_a_run_that_keeps_all_says_so(tmp_path):
+    config = holdfast.CheckpointConfig(keep=None)
+    with holdfast.CheckpointManager(tmp_path, {"w": torch.zeros(2)}, config=config) as manager:
+        for step in (1, 2):
+            manager.save(step).result()
+    summary = summary_of(str(tmp_path))
+    assert summary["keep"] is not None
+    assert all(row["kept"] for row in summary["steps"])
+
+
+def test_what_was_suspicious_about_a_save_is_told(tmp_path):
+    model = torch.nn.Linear(4, 4)
+    with holdfast.CheckpointManager(tmp_path, {"model": model}) as manager:
+        manager.save(1).result()
+        with torch.no_grad():
+            model.weight[0, 0] = math.nan
+        manager.save(2).result()
+    found = rows_of(summary_of(str(tmp_path)))
+    assert "suspicious" not in found[1]
+    (row,) = found[2]["suspicious"]
+    assert row["what"] == "nonfinite"
+    assert "model.weight" in row["message"]
 
 
 def test_nothing_of_a_checkpoint_becomes_markup(root):

@@ -99,6 +99,7 @@ const checkpoint = {
     const row = rowOf(this.name), { columns } = this;
     const metrics = Object.entries(row.metrics ?? {}).map(([name, value]) => `${name} ${figure(value)}`).join(", ");
     return card(titleOf(row), h("code", {}, columns.told.path),
+      (row.suspicious ?? []).map((one) => h("p", { class: "notice warn", style: { "margin-bottom": "16px" } }, h("strong", {}, `Suspicious: ${one.what}`), `: ${one.message}`)),
       h("dl", { class: "tiles" }, tile("tensors", count(columns.size)), tile("bytes of tensors", bytes(columns.total)),
         tile("ranks", count(columns.told.world)), tile("saved", ago(row.created), "ago"), tile("objects", count(columns.objects.length))),
       h("div", { style: { "margin-top": "16px" } }, facts([

@@ -102,6 +102,11 @@ function pressed(event) {
     event.preventDefault();
     search.focus();
     search.select();
+  } else if (event.key === "ArrowDown" && document.activeElement === document.body) {
+    const grid = [...byId(`panel-${current.id}`).querySelectorAll('[role="grid"], [role="treegrid"]')].find((found) => found.checkVisibility());
+    if (!grid) return;
+    event.preventDefault();
+    grid.focus();
   } else if (event.key === "?") byId("keys").showModal();
   else if (/^[1-9]$/.test(event.key) && views[Number(event.key) - 1]) go(views[Number(event.key) - 1].id);
 }

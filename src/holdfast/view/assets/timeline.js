@@ -94,7 +94,7 @@ const timeline = {
     this.ranks = ranks;
     this.grid.show(saves);
     this.chosen = this.chosen && (saves.find((save) => save.t === this.chosen.t && save.step === this.chosen.step) ?? null);
-    if (!this.chosen) this.chosen = saves.at(-1) ?? null;
+    if (!this.chosen || !this.picked) this.chosen = saves.at(-1) ?? null;
     this.tell();
     replace(this.events, eventsCard());
     this.plot.again();
@@ -136,6 +136,7 @@ const timeline = {
 
   choose(save, closely) {
     this.chosen = save;
+    this.picked = true; // until then the newest is shown, also of a job that goes on
     if (closely) {
       const length = Math.max(endOf(save) - startOf(save), 0.02);
       this.look([startOf(save) - length * 0.1, endOf(save) + length * 0.15]);
@@ -347,8 +348,8 @@ const timeline = {
 };
 
 function outcomeChip(save) {
-  const kind = { published: "good", failed: "bad", missed: "warn" }[save.outcome] ?? "warn";
-  const text = save.outcome === "started" ? "in work, or cut off" : save.outcome;
+  const kind = { published: "good", "rolled forward": "good", failed: "bad" }[save.outcome] ?? "warn";
+  const text = save.outcome === "started" ? "in work" : save.outcome;
   return h("span", {}, h("span", { class: `chip ${kind}` }, text), save.outcome === "failed" ? (save.error ?? "") : "");
 }
 
@@ -361,7 +362,7 @@ function goodputCard() {
   const published = saves.filter((save) => save.outcome === "published");
   const failed = saves.filter((save) => save.outcome === "failed").length;
   const missed = summary.events.filter((event) => event.kind === "save.missed").length;
-  const stalls = published.map((save) => save.stall_s);
+  const stalls = published.filter((save) => save.kind !== "export").map((save) => save.stall_s); // as the metrics count
   const longest = stalls.filter(isNumber).reduce((most, stall) => Math.max(most, stall), 0);
   const body = [h("dl", { class: "tiles" },
     goodput && tile("goodput", percent(goodput.share), `of ${seconds(goodput.wall_s)}`),
