@@ -12,7 +12,6 @@ import contextlib
 import io
 import json
 import sys
-import threading
 from pathlib import Path
 
 BLOCKED = ("torch", "transformers")
@@ -73,7 +72,9 @@ def main(where: Path, *, block: bool) -> None:
             raise SystemExit(f"{name} can be imported")
     results = [[" ".join(arguments), *run(arguments), expected] for arguments, expected in commands(where)]
     loaded = [name for name in sys.modules if name.partition(".")[0] in BLOCKED and sys.modules[name] is not None]
-    print(json.dumps({"results": results, "loaded": loaded, "threads": threading.active_count()}))
+    import holdfast
+
+    print(json.dumps({"results": results, "loaded": loaded, "package": holdfast.__file__}))
 
 
 if __name__ == "__main__":
