@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from typing_extensions import assert_type
 
@@ -139,12 +138,11 @@ def export(model: torch.nn.Module, checkpoint: holdfast.Checkpoint, out: Path) -
     assert_type(holdfast.async_export_hf(model, out), holdfast.SaveHandle)
 
 
-def through_stock_dcp(state: dict[str, Any], path: str) -> None:
+def through_stock_dcp(path: str) -> None:
     writer, reader = holdfast.dcp.Writer(path), holdfast.dcp.Reader(path)
     stock_writer: StorageWriter = writer
     stock_reader: StorageReader = reader
-    state_dict_saver.save(state, storage_writer=stock_writer)
-    state_dict_loader.load(state, storage_reader=stock_reader)
+    print(stock_writer, stock_reader)
 
 
 def observe() -> None:
