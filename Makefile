@@ -14,6 +14,7 @@
 #   make test-stores-full  the same with all races, and Ceph's gateway and MiniStack where they are installed
 #   make test-view    the page in chromium, with axe-core from npm; `make test` does so without axe-core
 #   make docs         the documentation's site, from docs/ and docstrings (out/site/index.html)
+#   make test-packaging  wheel and sdist, commands without torch, pyright over the public names (in .venvs/packaging)
 #   make test-crash   what is done to break Holdfast, as much of it as `make test` does, with a count of what was tried
 #   make test-crash-full  the same, whole: 200,000 simulated schedules, every system call killed and failed; hours
 #
@@ -28,7 +29,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-integrations test-rl test-rl-full test-stores test-stores-full test-view test-full test-crash test-crash-full check format docs bench bench-quick bench-report clean
+.PHONY: help venv demo test test-integrations test-rl test-rl-full test-stores test-stores-full test-view test-packaging test-full test-crash test-crash-full check format docs bench bench-quick bench-report clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -62,6 +63,16 @@ $(VIEW)/.ready: tests/view/package.json
 
 test-view: $(READY) $(VIEW)/.ready
 	$(BIN)/python -m pytest tests/view -m "not slow and not gpu" $(PYTEST_FLAGS)
+
+PACKAGING := .venvs/packaging
+
+$(PACKAGING)/.ready: tests/packaging/requirements.txt
+	test -x $(PACKAGING)/bin/python || $(PYTHON) -m venv $(PACKAGING)
+	$(PACKAGING)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt -r tests/packaging/requirements.txt
+	@touch $@
+
+test-packaging: $(READY) $(PACKAGING)/.ready
+	$(BIN)/python -m pytest tests/packaging -o timeout=600 $(PYTEST_FLAGS)
 
 FRAMEWORKS := .venvs/frameworks
 

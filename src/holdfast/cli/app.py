@@ -58,6 +58,15 @@ def main() -> None:
     except HoldfastError as error:
         print_error(error, as_json=as_json)
         sys.exit(exit_status(error))
+    except ModuleNotFoundError as error:
+        if error.name not in ("numpy", "torch"):
+            raise
+        absent = ConfigError(
+            f"this reads values of tensors or objects, which needs {error.name}, and there is none here: pip install "
+            f"{error.name}; ls, show, verify, prune, report and diff --structure do without"
+        )
+        print_error(absent, as_json=as_json)
+        sys.exit(exit_status(absent))
     except OSError as error:  # of a working directory that is gone, or of what standard output leads to
         refused = StorageError(
             f"the operating system refused an operation: {error}", path=error.filename or "", errno=error.errno

@@ -524,7 +524,9 @@ def decode_manifest(data: bytes, *, path: str) -> Manifest:
         document = json.loads(data, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise CheckpointCorrupt(f"{path} isn't a manifest: {error}", path=path) from error
-    require_version(document.get("format"), _KNOWN, what="manifest", path=path)
+    versions = document.get("versions")
+    writer = versions.get("holdfast") if isinstance(versions, dict) else None
+    require_version(document.get("format"), _KNOWN, what="manifest", path=path, writer=writer)
     metrics = document.get("metrics")
     if isinstance(metrics, dict):
         document["metrics"] = {

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from holdfast._version import __version__
 from holdfast.errors import CheckpointCorrupt, ConfigError
 from holdfast.validation import name_fault
 
@@ -26,6 +27,7 @@ DIGEST_BYTES = 16
 _MEMBER = b'\n  "digest": "'
 _DIGEST = re.compile("[0-9a-f]{32}")
 _CLOSE = b'"\n}\n'
+_RELEASE = re.compile(r"[0-9]+(\.[0-9]+){0,4}([abc.]?[a-z]*[0-9]+)?")
 
 
 def xxh3_128(data: bytes | bytearray | memoryview) -> str:
@@ -105,14 +107,29 @@ def check_json_seal(data: bytes, *, what: str, path: str) -> None:
         )
 
 
-def require_version(found: object, known: tuple[int, ...], *, what: str, path: str) -> None:
-    """Raise `ConfigError` unless ``found`` is a version of ``what`` that this Holdfast reads."""
-    if found not in known:
+def require_version(found: object, known: tuple[int, ...], *, what: str, path: str, writer: object = None) -> None:
+    """Raise `ConfigError` unless ``found`` is a version of ``what`` that this Holdfast reads.
+
+    writer: the release of Holdfast that wrote it, as far as it is told.
+    """
+    if found in known and type(found) is int:
+        return
+    *others, last = map(str, known)
+    formats = f"formats {', '.join(others)} and {last}" if others else f"format {last}"
+    if type(found) is int and found > max(known):
+        told = isinstance(writer, str) and _RELEASE.fullmatch(writer) is not None and writer != __version__
+        wrote = f"it was written by Holdfast {writer}" if told else "it was written by a newer Holdfast"
+        install = f"pip install 'holdfast>={writer}'" if told else "pip install --upgrade holdfast"
         raise ConfigError(
-            f"{path}: this {what} has format {found!r} and this Holdfast reads format {' and '.join(map(str, known))}; "
-            "it was written by another version of Holdfast: load it with that one",
+            f"{path}: this {what} has format {found}, and Holdfast {__version__} reads {formats}; {wrote}, "
+            f"and nothing is wrong with it: read it with that version or a later one ({install})",
             field="path",
         )
+    raise ConfigError(
+        f"{path}: this {what} has format {found!r:.80}, and Holdfast {__version__} reads {formats}; no release of "
+        "Holdfast writes that format: load another checkpoint",
+        field="path",
+    )
 
 
 class Check:

@@ -172,7 +172,7 @@ class SaveHandle:
         self._wait_staged = wait_staged
         self._stage: Stage = "staging"
         self._stats = SaveStats()
-        self.began_s = time.time()
+        self.began_s: float = time.time()
         """When the save was called, in seconds since the epoch."""
         self.ranks: tuple[RankNote, ...] = ()
         """What each rank told of its part, on rank 0 once that is known."""

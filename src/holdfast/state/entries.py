@@ -270,7 +270,7 @@ class PerRank(Generic[T]):
     __slots__ = ("value",)
 
     def __init__(self, value: T) -> None:
-        self.value = value
+        self.value: T = value
 
     def __repr__(self) -> str:
         return f"PerRank({self.value!r})"
@@ -286,7 +286,7 @@ class Replicated(Generic[T]):
     __slots__ = ("value",)
 
     def __init__(self, value: T) -> None:
-        self.value = value
+        self.value: T = value
 
     def __repr__(self) -> str:
         return f"Replicated({self.value!r})"
@@ -304,7 +304,7 @@ class TrainableOnly:
 
     def __init__(self, module: Any) -> None:
         """module: a module, or a list of pipeline stages."""
-        self.module = module
+        self.module: Any = module
 
     def __repr__(self) -> str:
         return f"TrainableOnly({type(self.module).__name__})"
@@ -321,7 +321,7 @@ class Unprefixed:
 
     def __init__(self, module: Any) -> None:
         """module: a module, or a list of pipeline stages."""
-        self.module = module
+        self.module: Any = module
 
     def __repr__(self) -> str:
         return f"Unprefixed({type(self.module).__name__})"

@@ -56,9 +56,9 @@ class Shard:
                 f"Shard: a tensor of shape {list(tensor.shape)} at {list(offset)} doesn't lie within {list(shape)}",
                 field="global_offset",
             )
-        self.tensor = tensor
-        self.global_shape = shape
-        self.global_offset = offset
+        self.tensor: Any = tensor
+        self.global_shape: tuple[int, ...] = shape
+        self.global_offset: tuple[int, ...] = offset
 
     def __repr__(self) -> str:
         return f"Shard({list(self.tensor.shape)} at {list(self.global_offset)} of {list(self.global_shape)})"

@@ -167,7 +167,7 @@ def test_whole_metrics_come_back_as_floats(value):
 
 
 def test_another_format_is_not_called_corrupt():
-    with pytest.raises(ConfigError, match=r"format 99.*another version"):
+    with pytest.raises(ConfigError, match=r"format 99.*written by Holdfast 0\.1, and nothing is wrong with it"):
         decode(encode_manifest(manifest(format=99)))
 
 

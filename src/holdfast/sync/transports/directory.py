@@ -62,7 +62,7 @@ class DirectoryTransport:
         if store_options is not None and not self._is_url:
             raise ConfigError(f"store_options are for a URL, but root is {root!r}", field="store_options")
         # Made by each half again, so that a transport can be passed to another process.
-        self.root = self._store(str(root)).url if self._is_url else checked_directory(root, field="root")
+        self.root: str = self._store(str(root)).url if self._is_url else checked_directory(root, field="root")
         checked_template("DirectoryTransport", name_template, example="version-{step}")
         given: object = prefix
         if given is not None and (not isinstance(given, str) or not given):
