@@ -1,10 +1,10 @@
 """Make a root as large as they get, of manifests and reports only: no data is written.
 
-    python tests/view/large_root.py ROOT [--steps 1000] [--tensors 100000] [--ranks 64] [--whole 4]
+    python tests/view/large_root.py ROOT [--steps 1000] [--tensors 100000] [--ranks 64] [--whole 4] [--cuts 4]
 
 ``--whole``: how many of the newest steps have reports, 27 MB each; the others have a manifest alone, which is all that
 a list of steps reads. A checkpoint's sizes add up to about 1 TB: layers of attention and experts, with Adam's moments,
-large tensors cut in four along their first dimension.
+large tensors cut in four, or ``--cuts``, along their first dimension.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def tensors_of(count: int) -> list[tuple[str, str, tuple[int, ...]]]:
     return found[:count]
 
 
-def reports_of(step: int, attempt: str, tensors: int, ranks: int) -> list[bytes]:
+def reports_of(step: int, attempt: str, tensors: int, ranks: int, cuts_max: int = CUTS) -> list[bytes]:
     """The reports of a checkpoint; of tensors, one in eight is the same at every step."""
     rows: list[list[IndexTensor]] = [[] for _ in range(ranks)]
     sums: list[list[bytes]] = [[] for _ in range(ranks)]
     ends = [0] * ranks
     for number, (name, dtype, shape) in enumerate(tensors_of(tensors)):
-        cuts = CUTS if len(shape) > 1 and number % 3 else 1
+        cuts = cuts_max if len(shape) > 1 and number % 3 else 1
         path = tuple(name.split("."))
         for cut in range(cuts):
             rank = (number + cut) % ranks
@@ -91,8 +91,10 @@ def reports_of(step: int, attempt: str, tensors: int, ranks: int) -> list[bytes]
     return found
 
 
-def make_root(root: Path, *, steps: int = 1000, tensors: int = 100_000, ranks: int = 64, whole: int = 4) -> None:
-    """Write ``steps`` checkpoints, 500 training steps apart."""
+def make_root(
+    root: Path, *, steps: int = 1000, tensors: int = 100_000, ranks: int = 64, whole: int = 4, cuts: int = CUTS
+) -> None:
+    """Write ``steps`` checkpoints, 500 training steps apart; large tensors are in ``cuts`` shards."""
     chance = random.Random(0)
     parent, course = "", Course("a" * 12, (), told=True)
     lines: tuple[ManifestReport, ...] = ()
@@ -102,7 +104,7 @@ def make_root(root: Path, *, steps: int = 1000, tensors: int = 100_000, ranks: i
         directory = root / f"step-{step}"
         directory.mkdir(parents=True)
         if number > steps - whole:
-            encoded = reports_of(step, attempt, tensors, ranks)
+            encoded = reports_of(step, attempt, tensors, ranks, cuts)
             for rank, data in enumerate(encoded):
                 (directory / report_name(rank)).write_bytes(data)
             lines = tuple(
@@ -134,7 +136,7 @@ def make_root(root: Path, *, steps: int = 1000, tensors: int = 100_000, ranks: i
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path)
-    for option, default in (("steps", 1000), ("tensors", 100_000), ("ranks", 64), ("whole", 4)):
+    for option, default in (("steps", 1000), ("tensors", 100_000), ("ranks", 64), ("whole", 4), ("cuts", CUTS)):
         parser.add_argument(f"--{option}", type=int, default=default)
     given = vars(parser.parse_args())
     make_root(given.pop("root"), **given)

@@ -100,6 +100,8 @@ def list_root(path: str) -> RootListing:
 
 def existing_directory(path: str) -> str:
     """Return ``path`` as an absolute path or URL; raises `ConfigError` unless it is a directory or has objects."""
+    if not path:  # such as a variable of a shell that isn't set
+        raise ConfigError("the path is empty; give a checkpoint, or a directory that holds some", field="path")
     directory = located(path)
     if is_store(directory):
         if not open_storage(directory).list_dir(""):
@@ -108,7 +110,10 @@ def existing_directory(path: str) -> str:
         return directory
     if not os.path.isdir(directory):
         what = "is not a directory" if os.path.lexists(directory) else "doesn't exist"
-        raise ConfigError(f"{directory} {what}; give a checkpoint, or a directory that holds some", field="path")
+        advice = "give a checkpoint, or a directory that holds some"
+        if os.path.isfile(directory):
+            advice += "; `holdfast convert` makes one of a file of torch.save, or of *.safetensors"
+        raise ConfigError(f"{directory} {what}; {advice}", field="path")
     return directory
 
 

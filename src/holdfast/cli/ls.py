@@ -12,6 +12,7 @@ from holdfast.catalog.listing import RootEntry, RootListing, existing_directory,
 from holdfast.catalog.root import STOCK_PLACES, is_checkpoint, is_stock
 from holdfast.cli.output import AsJson, age_s_of, age_text, print_json, print_rows, shown
 from holdfast.errors import CheckpointNotFound, ConfigError
+from holdfast.export.verify import is_export
 from holdfast.format.manifest import METADATA_NAME
 from holdfast.loader.sources.open import open_source
 from holdfast.storage.local import open_storage
@@ -118,7 +119,8 @@ def _document(row: RootEntry) -> dict[str, object]:
 
 def _print(listing: RootListing) -> None:
     if not listing.entries:
-        typer.echo(f"{shown(listing.path)} holds no checkpoints")
+        hint = "; it is a Hugging Face model: see `holdfast show`" if is_export(listing.path) else ""
+        typer.echo(f"{shown(listing.path)} holds no checkpoints{hint}")
         return
     pointed: dict[str, list[str]] = {}
     for link, target in listing.links.items():

@@ -7,14 +7,21 @@ can't control a terminal; progress goes to standard error, and only if that is a
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
+import os
+import re
+import select
 import sys
+import time
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
+import msgspec
 import typer
 
+from holdfast.catalog.listing import size_text
 from holdfast.errors import CheckpointNotFound, ConfigError, HoldfastError
 
 if TYPE_CHECKING:
@@ -27,7 +34,37 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, a
 
 FOUND: Final = 1
 MISUSE: Final = 2
+INTERRUPTED: Final = 130
+"""128 and the number of SIGINT, as a shell has it."""
+UNHEARD: Final = 141
+"""128 and the number of SIGPIPE."""
 LINES: Final = "\n"
+
+
+def prepare_streams() -> None:
+    """Escape what the encoding of standard output or error lacks; take one that is closed for ``/dev/null``."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the process ends
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def is_unheard() -> bool:
+    """Return True if nobody can read standard output any more: a broken pipe may also be that of an engine."""
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout.fileno(), 0)  # errors are told without being asked for
+    except (OSError, ValueError):
+        return True
+    return bool(poll.poll(0))
+
+
+def drop_output() -> None:
+    """Let what is still to be written to standard output go nowhere: the interpreter would complain at its end."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def exit_status(error: HoldfastError) -> int:
@@ -36,15 +73,38 @@ def exit_status(error: HoldfastError) -> int:
 
 
 def print_json(command: str, **members: Any) -> None:
-    """One document: ``schema`` and ``command`` first."""
-    document = {"schema": SCHEMA, "command": command, **members}
-    typer.echo(json.dumps(document, indent=2, default=str))
+    """One document: ``schema`` and ``command`` first; a member a line, and of a list of rows, a row a line."""
+    lines = [
+        f'  "{name}": {_member(value)}' for name, value in {"schema": SCHEMA, "command": command, **members}.items()
+    ]
+    sys.stdout.write("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def print_line(command: str, **members: Any) -> None:
     """One document on a line of its own, of a command that prints several; out at once."""
-    sys.stdout.write(json.dumps({"schema": SCHEMA, "command": command, **members}, default=str) + "\n")
+    sys.stdout.write(_json({"schema": SCHEMA, "command": command, **members}) + "\n")
     sys.stdout.flush()
+
+
+def _member(value: Any) -> str:
+    if not isinstance(value, (list, tuple)) or not value or isinstance(value[0], (int, float, str)):
+        return _json(value)
+    return "[\n    " + ",\n    ".join(map(_json, value)) + "\n  ]"
+
+
+def _json(value: Any) -> str:
+    """Return ``value`` as ASCII; where msgspec can't, such as for lone surrogates, as the standard library has it."""
+    try:
+        data = _encode(value)
+    except (UnicodeEncodeError, OverflowError, TypeError, ValueError, RecursionError):
+        return json.dumps(value, default=str)
+    return (
+        data.decode() if data.isascii() else _BEYOND_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], data.decode())
+    )
+
+
+_encode: Final = msgspec.json.Encoder(enc_hook=str).encode
+_BEYOND_ASCII: Final = re.compile("[^\x00-\x7f]+")
 
 
 def print_error(error: HoldfastError, *, as_json: bool) -> None:
@@ -98,14 +158,16 @@ def age_text(created: str | None) -> str:
 
 def print_rows(titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:
     """Columns under their titles, each as wide as it needs; those in ``right`` end at the same place."""
-    table = [list(titles), *([shown(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[column]) for row in table) for column in range(len(titles))]
-    for row in table:
-        cells = [
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        typer.echo("  ".join(cells).rstrip())
+    table = [titles, *(row if "".join(row).isprintable() else [shown(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    line = "  ".join(f"{{:{'>' if column in right else '<'}{width}}}" for column, width in enumerate(widths)).format
+    sys.stdout.write("\n".join([line(*row).rstrip() for row in table]) + "\n")
+
+
+_SHOWN_AFTER_S: Final = 0.5
+"""A bar that would be gone before it could be read isn't shown."""
+_BESIDE_TITLE: Final = 52
+"""Columns for a bar of 8, ``100% of 1023.9 MiB, 1023.9 MiB/s`` and the time left."""
 
 
 @contextlib.contextmanager
@@ -114,17 +176,42 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], object] | None]:
     if not sys.stderr.isatty():
         yield None
         return
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    bar, began = contextlib.ExitStack(), time.monotonic()
+    show: Callable[[int, int], object] | None = None
 
+    def told(done: int, total: int) -> None:
+        nonlocal show
+        if show is None and done < total and time.monotonic() - began >= _SHOWN_AFTER_S:
+            show = bar.enter_context(_bar(title))
+        if show is not None:
+            show(done, total)
+
+    with bar:
+        yield told
+
+
+@contextlib.contextmanager
+def _bar(title: str) -> Iterator[Callable[[int, int], object]]:
+    """A line of standard error, whatever the terminal's width, that is gone at the end."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Column
+
+    console = Console(stderr=True)
+    text = shown(title)
+    room = max(8, console.width - _BESIDE_TITLE)
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
+        BarColumn(bar_width=None, table_column=Column(ratio=1)),
+        TextColumn("{task.fields[amount]}", markup=False, table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(table_column=Column(no_wrap=True)),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(escape(shown(title)), total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+    with Progress(*columns, console=console, transient=True, expand=True) as progress:
+        task = progress.add_task(text if len(text) <= room else f"…{text[1 - room :]}", total=None, amount="")
+
+        def show(done: int, total: int) -> None:
+            speed = progress.tasks[0].speed
+            amount = f"{done / total:.0%} of {size_text(total)}" + (f", {size_text(int(speed))}/s" if speed else "")
+            progress.update(task, completed=done, total=total, amount=amount)
+
+        yield show

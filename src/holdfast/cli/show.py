@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
 import math
 import sys
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from holdfast.boxes import whole
-from holdfast.catalog.listing import size_text
+from holdfast.catalog.listing import existing_directory, size_text
 from holdfast.cli.ls import chosen_path, chosen_source
 from holdfast.cli.output import AsJson, age_text, plain_number, print_json, print_rows, shown
 from holdfast.errors import CheckpointNotFound, ConfigError
+from holdfast.export.verify import is_export
 from holdfast.loader.checkpoint import Checkpoint
+from holdfast.loader.outline import outline_of
 from holdfast.loader.sources.open import open_source
+from holdfast.state.gc_pause import gc_paused
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,8 +32,8 @@ if TYPE_CHECKING:
 
     from holdfast.format.manifest import Manifest
     from holdfast.loader.checkpoint import Index
+    from holdfast.loader.outline import Outline, OutlinedTensor
     from holdfast.loader.sources.holdfast import CheckpointSource, StoredObject
-    from holdfast.plan.read import StoredTensor
 
 
 def show(
@@ -47,39 +50,49 @@ def show(
 
     Works on directories that stock DCP wrote, too.
     """
-    source = open_source(chosen_path(path, step), exports=True)
-    tensors = {name: source.tensors[name] for name in sorted(source.tensors) if _matches(name, pattern)}
-    objects = {name: source.objects[name] for name in sorted(source.objects) if _matches(name, pattern)}
-    if as_json:
-        print_json("show", **_document(source, tensors, objects))
-        return
-    _print_head(source)
-    if tree:
-        sizes = {name: _nbytes(tensor) for name, tensor in tensors.items()}
-        _print_tree({**sizes, **{name: kept.nbytes for name, kept in objects.items()}})
-        return
-    if tensors:
-        typer.echo("")
-        print_rows(
-            ("tensor", "dtype", "shape", "size", "shards"), [_row(row) for row in tensors.values()], right=(3, 4)
-        )
-    if shards:
-        _print_shards(tensors)
-    if objects:
-        typer.echo("")
-        print_rows(("object", "size"), [[name, size_text(row.nbytes)] for name, row in objects.items()], right=(1,))
+    source = _opened(path, step)
+    outline = outline_of(source)
+    with gc_paused():
+        tensors = {name: outline.tensors[name] for name in sorted(outline.tensors) if _matches(name, pattern)}
+        objects = {name: outline.objects[name] for name in sorted(outline.objects) if _matches(name, pattern)}
+        if as_json:
+            print_json("show", **_document(source, outline, tensors, objects))
+            return
+        _print_head(source, outline)
+        if tree:
+            sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+            _print_tree({**sizes, **{name: kept.nbytes for name, kept in objects.items()}})
+            return
+        if tensors:
+            typer.echo("")
+            rows = [_row(tensor) for tensor in tensors.values()]
+            print_rows(("tensor", "dtype", "shape", "size", "shards"), rows, right=(3, 4))
+        if shards:
+            _print_shards(tensors)
+        if objects:
+            typer.echo("")
+            print_rows(("object", "size"), [[name, size_text(row.nbytes)] for name, row in objects.items()], right=(1,))
+
+
+def _opened(path: str, step: int | None) -> CheckpointSource:
+    try:
+        return open_source(chosen_path(path, step), exports=True)
+    except CheckpointNotFound:
+        directory = existing_directory(path)
+        if step is not None or not is_export(directory):
+            raise
+        return open_source(directory, exports=True)  # a model of save_pretrained
 
 
 def _matches(name: str, pattern: str | None) -> bool:
     return pattern is None or fnmatch.fnmatchcase(name, pattern)
 
 
-def _nbytes(tensor: StoredTensor) -> int:
-    return whole(tensor.shape).volume * tensor.itemsize
-
-
 def _document(
-    source: CheckpointSource, tensors: Mapping[str, StoredTensor], objects: Mapping[str, StoredObject]
+    source: CheckpointSource,
+    outline: Outline,
+    tensors: Mapping[str, OutlinedTensor],
+    objects: Mapping[str, StoredObject],
 ) -> dict[str, Any]:
     manifest = source.manifest
     return {
@@ -97,27 +110,9 @@ def _document(
         "metrics": {} if manifest is None else {key: plain_number(value) for key, value in manifest.metrics.items()},
         "versions": {} if manifest is None else manifest.versions,
         "suspicious": suspicious_in(manifest),
-        "nbytes": sum(map(_nbytes, tensors.values())),
-        "files": [{"name": file.name, "nbytes": file.size} for file in source.files.values()],
-        "tensors": [
-            {
-                "name": tensor.name,
-                "dtype": tensor.dtype,
-                "shape": tensor.shape,
-                "nbytes": _nbytes(tensor),
-                "shards": [
-                    {
-                        "offsets": shard.box.offsets,
-                        "sizes": shard.box.sizes,
-                        "file": shard.file,
-                        "file_offset": shard.payload_offset,
-                        "nbytes": shard.nbytes,
-                    }
-                    for shard in tensor.shards
-                ],
-            }
-            for tensor in tensors.values()
-        ],
+        "nbytes": sum(tensor.nbytes for tensor in tensors.values()),
+        "files": [{"name": file.name, "nbytes": file.size} for file in outline.files.values()],
+        "tensors": list(tensors.values()),
         "objects": [
             {"name": kept.name, "file": kept.file, "file_offset": kept.offset, "nbytes": kept.nbytes}
             for kept in objects.values()
@@ -132,12 +127,13 @@ def suspicious_in(manifest: Manifest | None) -> list[dict[str, Any]]:
     return [{name: row.get(name) for name in ("what", "tensors", "message")} for row in rows]
 
 
-def _print_head(source: CheckpointSource) -> None:
+def _print_head(source: CheckpointSource, outline: Outline) -> None:
     manifest = source.manifest
-    total = sum(map(_nbytes, source.tensors.values()))
+    total = sum(tensor.nbytes for tensor in outline.tensors.values())
     rows = [("path", source.directory), ("step", "-" if source.step is None else str(source.step))]
     if manifest is None:
-        rows.append(("written by", "stock DCP: no checksums"))
+        writer = "another program" if is_export(source.directory) else "stock DCP"
+        rows.append(("written by", f"{writer}: no checksums"))
     else:
         kind = ", export" if manifest.kind == "export" else "" if manifest.resumable else ", model only"
         rows += [
@@ -147,29 +143,36 @@ def _print_head(source: CheckpointSource) -> None:
         rows += [("delta to", ", ".join(member.name for member in manifest.chain))]
         rows += [("metrics", ", ".join(f"{name} {value:g}" for name, value in manifest.metrics.items()))]
     if manifest is not None and manifest.kind == "export":
-        sizes = [file.size for file in source.files.values()] + [small.size for small in manifest.files]
+        sizes = [file.size for file in outline.files.values()] + [small.size for small in manifest.files]
         rows.append(("holds", f"{len(sizes)} files, {size_text(sum(sizes))}"))
     else:
-        rows.append(("holds", f"{len(source.tensors)} tensors, {size_text(total)}; {len(source.objects)} objects"))
+        rows.append(("holds", f"{len(outline.tensors)} tensors, {size_text(total)}; {len(outline.objects)} objects"))
     rows += [("suspicious", f"{row['what']}: {row['message']}") for row in suspicious_in(manifest)]
     for title, text in rows:
         if text:
             typer.echo(f"{title:<10}  {shown(text)}")
 
 
-def _row(tensor: StoredTensor) -> list[str]:
-    shape = "x".join(map(str, tensor.shape)) or "scalar"
-    return [tensor.name, tensor.dtype, shape, size_text(_nbytes(tensor)), str(len(tensor.shards))]
+def _row(tensor: OutlinedTensor) -> tuple[str, ...]:
+    return (tensor.name, tensor.dtype, _shape(tensor.shape), _size(tensor.nbytes), str(len(tensor.shards)))
 
 
-def _print_shards(tensors: Mapping[str, StoredTensor]) -> None:
+@functools.lru_cache(4096)
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+_size: Final = functools.lru_cache(4096)(size_text)
+
+
+def _print_shards(tensors: Mapping[str, OutlinedTensor]) -> None:
     rows = [
         [
             tensor.name,
-            str(list(shard.box.offsets)),
-            str(list(shard.box.sizes)),
+            str(list(shard.offsets)),
+            str(list(shard.sizes)),
             shard.file,
-            str(shard.payload_offset),
+            str(shard.file_offset),
             str(shard.nbytes),
         ]
         for tensor in tensors.values()

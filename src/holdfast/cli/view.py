@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli.output import shown
+from holdfast.cli.output import AsJson, print_line, shown
 from holdfast.cli.report import root_of
 from holdfast.errors import ConfigError
 
@@ -15,6 +15,7 @@ from holdfast.errors import ConfigError
 def view(
     path: Annotated[str, typer.Argument(metavar="ROOT", help="A directory or URL of checkpoints.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 for a free one.")] = 8765,
+    as_json: AsJson = False,  # noqa: FBT002
 ) -> None:
     """Serve the page of `holdfast report` live at http://127.0.0.1:PORT: it follows a running job, and reads values.
 
@@ -29,5 +30,9 @@ def view(
 
     root = root_of(path)
     with listen(port) as listener:
-        typer.echo(f"{shown(root)}: http://127.0.0.1:{listener.getsockname()[1]}  (Ctrl-C ends it)")
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        if as_json:
+            print_line("view", path=root, url=url)
+        else:
+            typer.echo(f"{shown(root)}: {url}  (Ctrl-C ends it)")
         serve(root, listener)

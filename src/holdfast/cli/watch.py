@@ -41,14 +41,13 @@ def watch(
     root = existing_directory(path)
     follower = _Follower(root)
     ends_s = None if seconds is None else time.monotonic() + seconds
-    with contextlib.suppress(KeyboardInterrupt):
-        while True:
-            for change in follower.changes():
-                _print(change, as_json=as_json)
-            left_s = interval if ends_s is None else min(interval, ends_s - time.monotonic())
-            if left_s <= 0:
-                return
-            time.sleep(left_s)
+    while True:
+        for change in follower.changes():
+            _print(change, as_json=as_json)
+        left_s = interval if ends_s is None else min(interval, ends_s - time.monotonic())
+        if left_s <= 0:
+            return
+        time.sleep(left_s)
 
 
 class _Follower:

@@ -22,7 +22,8 @@ from holdfast.boxes import row_blocks, whole
 from holdfast.cores import take_turns
 from holdfast.errors import ConfigError
 from holdfast.format.manifest import METADATA_NAME
-from holdfast.loader.sources.holdfast import HoldfastSource, members_of, telling_apart
+from holdfast.loader.outline import outline_of
+from holdfast.loader.sources.holdfast import telling_apart
 from holdfast.storage.object_storage import without_attempt
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from holdfast.boxes import Box
     from holdfast.format.manifest import Manifest
+    from holdfast.loader.outline import Outline
     from holdfast.loader.sources.holdfast import CheckpointSource
     from holdfast.plan.read import StoredTensor
 
@@ -121,56 +123,36 @@ def compare(
     found, everything = Comparison(), takes is None
     takes = takes or (lambda _: True)
     with telling_apart(first), telling_apart(second):
-        to_read = _sorted_out(found, first, second, takes)
+        one, other = outline_of(first), outline_of(second)
+        moved, unknown = _sorted_out(found, one, other, takes)
         if values:
-            _compare_values(found, first, second, to_read, progress)
+            _compare_values(found, first, second, sorted([*moved, *unknown]), progress)
         else:
-            sums = _sums_of(first), _sums_of(second)
-            for name in to_read:
-                comparable = [_boxes_of(one.get(name)) for one in sums]
-                same_boxes = comparable[0] and comparable[0] == comparable[1]
-                (found.moved if same_boxes else found.unknown).append(name)
-        _compare_objects(found, first, second, takes, values=values)
+            found.moved, found.unknown = moved, unknown
+        _compare_objects(found, (first, one), (second, other), takes, values=values)
     found.files = _other_files(first.manifest, second.manifest) if everything else []
     return found
 
 
 def _sorted_out(
-    found: Comparison, first: CheckpointSource, second: CheckpointSource, takes: Callable[[str], bool]
-) -> list[str]:
-    """Note what only one has, and what is equal by its checksums; return the names of the rest."""
-    ones, others = first.tensors, second.tensors
-    sums, other_sums = _sums_of(first), _sums_of(second)
-    rest: list[str] = []
-    for name in sorted({*ones, *others}):
-        if not takes(name):
+    found: Comparison, first: Outline, second: Outline, takes: Callable[[str], bool]
+) -> tuple[list[str], list[str]]:
+    """Note what only one has, and what is equal by its checksums; return the names of the rest, as `Outline.unlike`."""
+    ones, others = first.kinds, second.kinds
+    moved, unknown = (sorted(filter(takes, names)) for names in first.unlike(second))
+    for name, kind in ones.items() if ones != others else ():
+        other = others.get(name)
+        if other == kind or not takes(name):
             continue
-        one, other = ones.get(name), others.get(name)
-        if one is None or other is None:
-            kind = _kind_of(one or other)
-            (found.added if one is None else found.removed)[name] = kind
-        elif (one.dtype, one.shape) != (other.dtype, other.shape):
-            found.reshaped[name] = _kind_of(one), _kind_of(other)
-        elif not whole(one.shape).volume or (name in sums and sums[name] == other_sums.get(name)):
-            found.equal += 1
+        if other is None:
+            found.removed[name] = TensorKind(*kind)
         else:
-            rest.append(name)
-    return rest
-
-
-def _kind_of(tensor: StoredTensor | None) -> TensorKind:
-    assert tensor is not None
-    return TensorKind(tensor.dtype, tensor.shape)
-
-
-def _sums_of(source: CheckpointSource) -> Mapping[str, frozenset[tuple[Box, bytes]]]:
-    """Return the checksums of boxes of tensors; none for a delta, whose records are not the values."""
-    members = members_of(source)
-    return members[0].sums if len(members) == 1 and isinstance(members[0], HoldfastSource) else {}
-
-
-def _boxes_of(sums: frozenset[tuple[Box, bytes]] | None) -> set[Box]:
-    return {box for box, _ in sums or ()}
+            found.reshaped[name] = TensorKind(*kind), TensorKind(*other)
+    found.added = {name: TensorKind(*others[name]) for name in sorted(others.keys() - ones.keys()) if takes(name)}
+    found.removed, found.reshaped = dict(sorted(found.removed.items())), dict(sorted(found.reshaped.items()))
+    both = sum(map(takes, ones)) - len(found.removed)
+    found.equal = both - len(found.reshaped) - len(moved) - len(unknown)
+    return moved, unknown
 
 
 # Values -----------------------------------------------------------------------------------------------------------
@@ -333,14 +315,13 @@ _TEXT_MAX: Final = 120
 
 def _compare_objects(
     found: Comparison,
-    first: CheckpointSource,
-    second: CheckpointSource,
+    first: tuple[CheckpointSource, Outline],
+    second: tuple[CheckpointSource, Outline],
     takes: Callable[[str], bool],
     *,
     values: bool,
 ) -> None:
-    ones = {name for name in first.objects if takes(name)}
-    others = {name for name in second.objects if takes(name)}
+    ones, others = ({name for name in outline.objects if takes(name)} for _, outline in (first, second))
     found.objects_added, found.objects_removed = sorted(others - ones), sorted(ones - others)
     both = sorted(ones & others)
     if not values:
@@ -348,7 +329,7 @@ def _compare_objects(
         return
     from holdfast.loader.checkpoint import read_objects
 
-    mine, theirs = read_objects(first, both), read_objects(second, both)
+    mine, theirs = read_objects(first[0], both), read_objects(second[0], both)
     for name in both:
         if are_equal(mine[name], theirs[name]):
             found.objects_equal += 1

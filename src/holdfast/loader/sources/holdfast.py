@@ -412,6 +412,11 @@ class HoldfastSource:
         return self._read_report(self.manifest.reports[rank])
 
     def _read_report(self, line: ManifestReport) -> _Read:
+        report = self.committed_report(line)
+        return report, read_index(report, path=os.path.join(self.directory, line.name))
+
+    def committed_report(self, line: ManifestReport) -> Report:
+        """Return the report of a line of the manifest, its index still encoded. Raises as `report_of`."""
         path = os.path.join(self.directory, line.name)
         data = self.__dict__.get("_given_reports", {}).pop(line.name, None)
         if data is None or xxh3_128(data) != line.digest:
@@ -430,7 +435,7 @@ class HoldfastSource:
                 f"{report.attempt}, not of this checkpoint",
                 path=path,
             )
-        return report, read_index(report, path=path)
+        return report
 
     @cached_property
     def _reports(self) -> list[_Read]:

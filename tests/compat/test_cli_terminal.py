@@ -1,0 +1,281 @@
+"""The command line on a terminal, in a pipe, and where nobody listens: statuses, messages, what is on which stream.
+
+As processes of their own; none of them imports torch but where a test says so.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+import holdfast
+
+SOURCE = str(Path(holdfast.__file__).parents[1])
+WRITTEN = Path(__file__).parent / "frozen" / "written"
+ESCAPE = "\x1b"
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+    return {**kept, "PYTHONPATH": SOURCE, "PYTHONIOENCODING": "utf-8", "TERM": "xterm-256color", **more}
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "holdfast", *map(str, arguments)]
+
+
+def run(*arguments: object, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), capture_output=True, text=True, timeout=100, check=False, env=environment(**more)
+    )
+
+
+def on_a_terminal(arguments: list[str], columns: int, **more: str) -> tuple[int, str]:
+    """Run with all three streams on a terminal of so many columns; return status and what appeared on it."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with subprocess.Popen(
+        arguments, stdin=theirs, stdout=theirs, stderr=theirs, env=environment(**more), start_new_session=True
+    ) as process:
+        os.close(theirs)
+        seen = b""
+        while True:
+            try:
+                data = os.read(ours, 1 << 16)
+            except OSError:  # EIO: the last process that had it open has ended
+                break
+            seen += data
+        os.close(ours)
+        status = process.wait(60)
+    return status, seen.decode()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    shutil.copytree(WRITTEN / "checkpoint", tmp_path / "root" / "step-12")
+    return tmp_path / "root"
+
+
+# Pipes ------------------------------------------------------------------------------------------------------------
+
+LISTINGS = [("ls",), ("show",), ("show", "--json"), ("show", "--shards"), ("verify",), ("watch", "--for", "0")]
+
+
+@pytest.mark.parametrize("arguments", LISTINGS, ids=" ".join)
+def test_a_reader_that_has_gone_is_no_traceback(root: Path, arguments: tuple[str, ...]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = subprocess.Popen(
+        command(arguments[0], root, *arguments[1:]), stdout=writer, stderr=subprocess.PIPE, env=environment(), text=True
+    )
+    os.close(writer)
+    said = process.communicate(timeout=100)[1]
+    assert (process.returncode, said) == (141, "")
+
+
+@pytest.mark.parametrize("arguments", [("ls",), ("show", "--json")], ids=" ".join)
+def test_a_full_disk_under_standard_output_is_a_message(root: Path, arguments: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            command(arguments[0], root, *arguments[1:]),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=100,
+            check=False,
+            env=environment(),
+        )
+    assert ended.returncode == 1
+    assert "No space left on device" in ended.stderr
+    assert ended.stderr.count("\n") == 1, "one line, and no traceback"
+
+
+def test_without_a_standard_output_only_the_status_tells(root: Path) -> None:
+    shell = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *command("ls", root)],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=100,
+        check=False,
+        env=environment(),
+    )
+    assert (shell.returncode, shell.stderr) == (0, "")
+
+
+def test_names_that_an_encoding_or_a_terminal_can_not_show_are_escaped(root: Path) -> None:
+    (root / "step-12").rename(root / "[red]ü\n\x1b[31m")
+    ended = run("ls", root, PYTHONIOENCODING="ascii")
+    assert ended.returncode == 0, ended.stderr
+    assert "[red]\\xfc\\n\\x1b[31m" in ended.stdout
+    (entry,) = json.loads(run("ls", root, "--json", PYTHONIOENCODING="ascii").stdout)["entries"]
+    assert entry["name"] == "[red]ü\n\x1b[31m"
+    status, seen = on_a_terminal(command("show", root), 80)
+    assert status == 0
+    assert ESCAPE not in seen
+    assert "[red]ü\\n\\x1b[31m" in seen
+
+
+# Terminals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_tables_are_the_same_on_terminals_of_any_width_and_in_a_pipe(root: Path, columns: int) -> None:
+    for arguments in (("show", root, "--filter", "optimizer.*"), ("ls", root)):
+        status, seen = on_a_terminal(command(*arguments), columns)
+        assert status == 0
+        assert ESCAPE not in seen
+        piped = run(*arguments, COLUMNS=str(columns)).stdout
+        ages = re.compile(r"\d+ (s|min|h|d)\b *")
+        assert ages.sub("", seen.replace("\r\n", "\n")) == ages.sub("", piped)
+
+
+_SLOW = """
+import sys, time
+from holdfast.cli.output import progress_bar
+pause, steps = float(sys.argv[1]), int(sys.argv[2])
+with progress_bar("/a/path/of/a/checkpoint/that/is/longer/than/the/terminal/is/wide/step-1") as progress:
+    for number in range(steps + 1):
+        if progress is not None:
+            progress(number << 24, steps << 24)
+        time.sleep(pause)
+print("done", progress is not None)
+"""
+
+
+@pytest.mark.parametrize("columns", [60, 200])
+def test_a_bar_has_bytes_per_second_and_time_left_on_one_line(columns: int) -> None:
+    status, seen = on_a_terminal([sys.executable, "-c", _SLOW, "0.1", "20"], columns)
+    assert status == 0
+    assert "MiB/s" in seen
+    assert re.search(r"0:00:0\d", seen)
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen)
+    lines = [line for line in re.split(r"[\r\n]+", drawn) if "MiB" in line]
+    assert lines
+    assert max(map(len, lines)) <= columns, "one that wraps would leave its first line behind"
+    assert drawn.count("\n") == 2, "and there is one line of it"
+    assert drawn.endswith("done True\r\n")
+
+
+def test_there_is_no_bar_for_what_is_quick_and_none_in_a_pipe() -> None:
+    assert on_a_terminal([sys.executable, "-c", _SLOW, "0", "20"], 80) == (0, "done True\r\n")
+    piped = subprocess.run(
+        [sys.executable, "-c", _SLOW, "0", "20"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env=environment(),
+    )
+    assert (piped.stdout, piped.stderr) == ("done False\n", "")
+
+
+@pytest.mark.parametrize("arguments", [("watch", "--json"), ("view", "--port", "0", "--json")], ids=" ".join)
+def test_an_interrupt_is_status_130(root: Path, arguments: tuple[str, ...]) -> None:
+    with subprocess.Popen(
+        command(arguments[0], root, *arguments[1:]),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    ) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["command"] == arguments[0]
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        rest, said = process.communicate(timeout=60)
+    assert (process.returncode, rest) == (130, "")
+    assert "Traceback" not in said
+
+
+# Statuses and messages --------------------------------------------------------------------------------------------
+
+COMMANDS = ["ls", "show", "verify", "diff", "cat", "export", "convert", "prune", "recover", "view", "report", "watch"]
+_REST = {"cat": ["x"], "convert": ["out", "--to", "dcp"], "export": ["out"], "prune": ["--last", "1"]}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_path_that_is_not_there_is_misuse_of_every_command(name: str, tmp_path: Path) -> None:
+    missing = tmp_path / "[red]nowhere"
+    rest = [missing] if name == "diff" else _REST.get(name, [])
+    ended = run(name, missing, *rest, "--json")
+    assert ended.returncode == 2, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["error"]["kind"] in ("ConfigError", "CheckpointNotFound")
+    assert str(missing) in found["error"]["message"]
+    assert ended.stderr == f"holdfast: {found['error']['message']}\n"
+    assert not list(tmp_path.iterdir()), "and nothing is written"
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("", "the path is empty"),
+        ("ftp://host/x", "s3://bucket/prefix"),
+        ("file", "`holdfast convert`"),
+        ("s3:/bucket/x", "lost a slash"),
+    ],
+)
+def test_a_path_that_can_not_be_one_is_told_what_could(path: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    ended = run("ls", tmp_path / "file" if path == "file" else path)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert says in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+def test_a_hugging_face_directory_of_others_is_shown(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(WRITTEN / "export", model, ignore=shutil.ignore_patterns("holdfast.json", "*.report"))
+    assert "`holdfast show`" in run("ls", model).stdout
+    ended = run("show", model)
+    assert ended.returncode == 0, ended.stderr
+    assert "another program" in ended.stdout
+
+
+# A hundred thousand tensors ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("large") / "root"
+    maker = [sys.executable, str(Path(__file__).parents[1] / "view" / "large_root.py"), str(root)]
+    sizes = ["--steps", "2", "--whole", "2", "--ranks", "8", "--cuts", "1"]
+    subprocess.run([*maker, *sizes], timeout=100, check=True, env=environment())
+    return root
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "lines"),
+    [
+        (("ls",), 0, 3),
+        (("show",), 0, 100_000),
+        (("show", "--json"), 0, 100_000),
+        (("diff", "--step", "500", "--other-step", "1000", "--structure"), 1, 3),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_hundred_thousand_tensors_take_a_second(
+    large: Path, arguments: tuple[str, ...], status: int, lines: int
+) -> None:
+    """Of the processor's time, since others use the machine; three times as much is allowed."""
+    paths = [large, large] if arguments[0] == "diff" else [large]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ended = run(arguments[0], *paths, *arguments[1:])
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert ended.returncode == status, ended.stderr
+    assert ended.stdout.count("\n") >= lines
+    assert (after.ru_utime - before.ru_utime) + (after.ru_stime - before.ru_stime) < 3.0
