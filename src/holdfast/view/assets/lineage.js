@@ -72,13 +72,14 @@ const lineage = {
 };
 
 function branchPicture(rows, known, order) {
-  const width = 1000, gap = 52, left = 92, right = 40, top = 26;
+  const narrow = innerWidth < 760 && rows.length <= 40; // as many dots fit; more scroll sideways
+  const width = narrow ? 420 : 1000, gap = 52, left = 92, right = 40, top = 26;
   const least = rows.reduce((found, row) => Math.min(found, row.step), Infinity), most = rows.reduce((found, row) => Math.max(found, row.step), 0);
   const height = top + order.length * gap + 14;
   const x = linear(least, most, left, width - right);
   const y = (branch) => top + order.indexOf(branch) * gap + 12;
   const parts = [];
-  for (const at of ticks(least, most, 8)) {
+  for (const at of ticks(least, most, narrow ? 4 : 8)) {
     parts.push(svg("line", { x1: x(at), x2: x(at), y1: top - 6, y2: height, stroke: "var(--line)", "stroke-width": 0.6 }),
       svg("text", { x: x(at), y: 12, "text-anchor": "middle" }, count(at)));
   }
@@ -106,7 +107,7 @@ function branchPicture(rows, known, order) {
         onpointermove: (event) => showTip(event, told), onpointerleave: hideTip, onclick: () => go("checkpoint", row.name) }));
     }
   }
-  return sideways("Branches", svg("svg", { viewBox: `0 0 ${width} ${height}`, width: "100%", role: "img", style: { "min-width": "760px" },
+  return sideways("Branches", svg("svg", { viewBox: `0 0 ${width} ${height}`, width: "100%", role: "img", style: { "min-width": narrow ? "0" : "760px" },
     "aria-label": `${plural(rows.length, "step")} on ${plural(order.length, "branch", "branches")}, from ${least} to ${most}` }, parts));
 }
 
