@@ -337,7 +337,7 @@ def measure(args: argparse.Namespace, place: Path) -> dict[str, Any]:
         with closed_at_end(bases):
             results["fleet"][str(count)] = {kind: measure_kind(kind, count, bases, args, place) for kind in kinds}
         print(f"{count} receivers", flush=True)
-    for kind in [kind for kind in args.transports if kind in ("shared memory", "gloo")]:
+    for kind in [kind for kind in args.transports if args.others and kind in ("shared memory", "gloo")]:
         fleets = {
             straggler: Fleet(kind, str(place / f"{kind}-{straggler}"), args.others, args.bytes // 4, straggler)
             for straggler in STRAGGLERS
@@ -418,20 +418,26 @@ def report(results: dict[str, Any]) -> str:
         lines.append(f"| {count} | {' | '.join(told)} |")
     if "pinned" in results:
         lines.append(report_pinned(results["pinned"]))
-    lines += [
-        "\nReceivers beside one more, their time against that of as many alone, and beside one that behaves:\n",
-        "| transport | one more | against alone | against one that behaves |",
-        "|---|---|---|---|",
-    ]
-    for kind, found in results["stragglers"].items():
-        for straggler in [name for name in found if name != "none"]:
-            against = [f"{median(found, straggler) / median(found, base):.2f}" for base in ("none", "plain")]
-            lines.append(f"| {kind} | {straggler} | {' | '.join(against)} |")
+    if results["stragglers"]:
+        lines += _stragglers(results["stragglers"])
     return "\n".join(lines) + "\n" + PEERS
 
 
 def median(found: dict[str, Any], name: str, phase: str = "all_s") -> float:
     return statistics.median(found[name][phase])
+
+
+def _stragglers(kinds: dict[str, dict[str, dict[str, list[float]]]]) -> list[str]:
+    lines = [
+        "\nReceivers beside one more, their time against that of as many alone, and beside one that behaves:\n",
+        "| transport | one more | against alone | against one that behaves |",
+        "|---|---|---|---|",
+    ]
+    for kind, found in kinds.items():
+        for straggler in [name for name in found if name != "none"]:
+            against = [f"{median(found, straggler) / median(found, base):.2f}" for base in ("none", "plain")]
+            lines.append(f"| {kind} | {straggler} | {' | '.join(against)} |")
+    return lines
 
 
 def _cells(found: dict[str, dict[str, dict[str, list[float]]]], kinds: list[str]) -> list[str]:
@@ -453,7 +459,7 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, default=256 << 20)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 4, 8, 16])
-    parser.add_argument("--others", type=int, default=4)
+    parser.add_argument("--others", type=int, default=4, help="receivers beside a straggler; 0: no stragglers")
     parser.add_argument("--transports", nargs="+", default=KINDS)
     parser.add_argument("--verl", help="an interpreter that has verl, vLLM, ray and mooncake-transfer-engine-non-cuda")
     parser.add_argument("--port", type=int, default=29_650)
