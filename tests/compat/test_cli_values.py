@@ -266,6 +266,7 @@ def test_export_has_the_options_of_exports(shell: Shell, made: Path, tmp_path: P
     assert found["0.weight"].dtype == torch.bfloat16
     assert found["1.weight"].dtype == torch.float32
     assert shell.run("export", made, tmp_path / "hf") == 1
+    assert "give --overwrite" in shell.err
     assert shell.run("export", made, tmp_path / "hf", "--overwrite") == 0, shell.err
     assert shell.run("export", made, tmp_path / "odd", "--dtype", "nonsense") == 2
     assert not (tmp_path / "odd").exists()

@@ -109,15 +109,20 @@ _BEYOND_ASCII: Final = re.compile("[^\x00-\x7f]+")
 
 def print_error(error: HoldfastError, *, as_json: bool) -> None:
     """The message on standard error; with ``--json`` also a document that says what kind of error it is."""
-    typer.echo(f"holdfast: {shown(str(error), keep=LINES)}", err=True)
+    typer.echo(f"holdfast: {shown(_told(error), keep=LINES)}", err=True)
     if as_json:
         print_error_document(error)
 
 
 def print_error_document(error: HoldfastError) -> None:
     """Print the kind of error as JSON, for scripts."""
-    kind, text = type(error).__name__, str(error)
+    kind, text = type(error).__name__, _told(error)
     print_json("error", error={"kind": kind, "message": text, "path": getattr(error, "path", None)})
+
+
+def _told(error: HoldfastError) -> str:
+    """Return the message, with the option where it names an argument."""
+    return str(error).replace("pass overwrite=True", "give --overwrite")
 
 
 def plain_number(value: float) -> float | str:
