@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from holdfast.coordination.links import GlooLinks, LinkLost
 
-DEADLINE_S = 20.0
+DEADLINE_S = 12.0
 """No wait here comes near it, if `abort` ends it."""
 MESSAGE_BYTES = 256 << 20
 
@@ -30,6 +30,10 @@ def links():
     yield made
     for one in made:
         one.abort()
+    left_behind = [thread for thread in threading.enumerate() if thread.name == "holdfast-link"]
+    for thread in left_behind:  # in gloo, until their deadline
+        thread.join(DEADLINE_S + 5.0)
+        assert not thread.is_alive()
 
 
 def test_abort_ends_the_wait_for_a_message_that_has_come_in_half(links):
@@ -55,7 +59,7 @@ def test_abort_ends_the_wait_for_a_message_that_has_come_in_half(links):
     assert len(caught) == 1
     with pytest.raises(LinkLost):
         sending.wait(DEADLINE_S)
-    assert time.monotonic() - aborted_at < DEADLINE_S / 4
+    assert time.monotonic() - aborted_at < DEADLINE_S / 2
 
 
 def test_a_message_that_has_come_before_is_no_loss(links):
