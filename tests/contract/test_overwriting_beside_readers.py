@@ -124,7 +124,7 @@ def beside(tmp_path: Path) -> Iterator[Callable[..., str]]:
         assert int(out) > 3, "too few saves to tell anything"
 
 
-@pytest.mark.parametrize("how", ["save", "dcp"])
+@pytest.mark.parametrize("how", ["save", pytest.param("dcp", marks=pytest.mark.slow)])
 def test_readers_see_one_generation_whole(beside: Callable[..., str], how: str, tmp_path: Path, tried: Any) -> None:
     path = beside(how)
     until, rounds = time.monotonic() + BESIDE_S, 0

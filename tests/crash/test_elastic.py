@@ -106,6 +106,7 @@ def losses_alone(steps: int) -> dict[int, str]:
     return {step: step_of(model, optimizer, step).hex() for step in range(1, steps + 1)}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_nodes_are_lost_and_come_back(elastic: Elastic) -> None:
     first = elastic.start_node()

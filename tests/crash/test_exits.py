@@ -135,6 +135,7 @@ def test_programs_end_beside_one_that_spins(nursery: Nursery, tmp_path: Path) ->
         run_programs(nursery, tmp_path, PROGRAMS_RUN // 3, first=PROGRAMS_RUN // 3)
 
 
+@pytest.mark.slow
 def test_programs_end_while_memory_is_freed_slowly(slow_nursery: Nursery, tmp_path: Path) -> None:
     run_programs(slow_nursery, tmp_path, PROGRAMS_RUN - 2 * (PROGRAMS_RUN // 3), first=2 * (PROGRAMS_RUN // 3))
 

@@ -329,7 +329,13 @@ JUMPS = [0.0, 40 * YEAR_S, -40 * YEAR_S, 3600.0, -3600.0, 200 * YEAR_S, 0.0, -30
 
 
 @pytest.mark.parametrize(
-    "keep", [holdfast.Keep(last=2), holdfast.Keep(last=1, minutes=1), holdfast.Keep(last=0, minutes=0.001)], ids=str
+    "keep",
+    [
+        pytest.param(holdfast.Keep(last=2), marks=pytest.mark.slow),
+        holdfast.Keep(last=1, minutes=1),
+        pytest.param(holdfast.Keep(last=0, minutes=0.001), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_a_wall_clock_that_jumps_decides_nothing_that_matters(
     keep: holdfast.Keep, tmp_path: Path, wall: list[float]

@@ -121,7 +121,7 @@ def test_an_export_that_hangs_once_the_checkpoint_of_its_step_stands_leaves_the_
     assert manager.steps() == [1, 2, 3]
 
 
-@pytest.mark.parametrize("call", ["fsync", "rename"])
+@pytest.mark.parametrize("call", [pytest.param("fsync", marks=pytest.mark.slow), "rename"])
 def test_an_export_whose_root_hangs_in_its_report_leaves_checkpoints_alone(make, monkeypatch, tmp_path, call):
     """A report that hangs in its fsync is given up at once; in its rename only with the engine, which is retired."""
     start = "from holdfast.engine.process import main\n"
