@@ -3,10 +3,10 @@
     python scripts/run_tests.py [FLAGS OF PYTEST]
 
 Tests below `FIRST` start several processes by themselves or look at the clock, and wait for much of their time: they
-run one by one, at the priority this process has. The others work in one process; they run meanwhile, two runs at once,
-at a low priority and with limits of time that allow for it. Their output is shown when they have ended; at the end
-comes what became of each run, with the last lines of those that died, as pytest does at a limit of time. The exit
-status is 1 if anything failed.
+run in two runs at once, at the priority this process has. The others work in one process; they run meanwhile, at a low
+priority and with limits of time that allow for it. The first run's output is shown at once, that of others when they
+have ended; at the end comes what became of each run, with the last lines of those that died, as pytest does at a limit
+of time. The exit status is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FIRST = ("tests/contract", "tests/crash", "tests/distributed")
+FIRST = (("tests/crash",), ("tests/contract", "tests/distributed"))
 BESIDE_WHOLE = (("tests/simulation",), ("tests/property", "tests/fuzz", "tests/corruption", "tests/view"))
 BESIDE_IN_PARTS = {"tests/unit": 3, "tests/compat": 2}  # so that no run is much longer than the others
-BESIDE_AT_ONCE = 2
 BESIDE_NICE = 10  # below the engines that the first ones start
 # A test that gets a tenth of a core isn't hung when it takes two minutes.
 BESIDE_LIMITS = ("-o", "timeout=900", "-o", "faulthandler_timeout=890")
@@ -99,6 +98,10 @@ class Runs:
                 run = self.waiting.popleft()
             self.run(run, nice)
 
+    def work_after(self, first: Run) -> None:
+        self.run(first)
+        self.work(BESIDE_NICE)
+
     def stop(self) -> None:
         with self.lock:
             self.waiting.clear()
@@ -121,11 +124,16 @@ def beside(outputs: Path) -> deque[Run]:
 def main(flags: list[str]) -> int:
     with tempfile.TemporaryDirectory() as outputs:
         runs = Runs(beside(Path(outputs)), flags)
-        others = [threading.Thread(target=runs.work, args=(BESIDE_NICE,)) for _ in range(BESIDE_AT_ONCE)]
+        first = [
+            Run(" ".join(places), places, output=Path(outputs) / f"first-{number}.txt" if number else None)
+            for number, places in enumerate(FIRST)
+        ]
+        others = [threading.Thread(target=runs.work_after, args=(run,)) for run in first[1:]]
+        others.append(threading.Thread(target=runs.work, args=(BESIDE_NICE,)))
         for other in others:
             other.start()
         try:
-            runs.run(Run("first", FIRST))
+            runs.work_after(first[0])
             for other in others:
                 other.join()
         except BaseException:  # interrupted
