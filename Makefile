@@ -15,7 +15,7 @@
 #   make test-view    the page in chromium, with axe-core from npm; `make test` does so without axe-core
 #   make docs         the documentation's site, from docs/ and docstrings (out/site/index.html)
 #   make test-packaging  wheel and sdist, commands without torch, pyright over the public names (in .venvs/packaging)
-#   make test-crash   what is done to break Holdfast, as much of it as `make test` does, with a count of what was tried
+#   make test-crash   what is done to break Holdfast, 10 minutes of it: kills, faults, damage, simulated schedules
 #   make test-crash-full  the same, whole: 200,000 simulated schedules, every system call killed and failed; hours
 #
 # On a machine without a GPU the CPU build of torch is a much smaller download:
@@ -137,7 +137,7 @@ BREAKING := tests/simulation tests/crash tests/corruption tests/fuzz tests/unit/
 	tests/contract/test_stage_races.py tests/property/test_retention_properties.py tests/property/test_retention_on_disk.py
 
 test-crash: $(READY)
-	$(BIN)/python -m pytest $(BREAKING) -m "not slow and not gpu" $(PYTEST_FLAGS)
+	$(BIN)/python scripts/run_tests.py --breaking $(PYTEST_FLAGS)
 
 test-crash-full: $(READY)
 	HOLDFAST_SCHEDULES=200000 HOLDFAST_KILLS=100 HOLDFAST_KILL_POINTS=all HOLDFAST_CORRUPTIONS=all HOLDFAST_FUZZ=200000 \

@@ -1,12 +1,13 @@
-"""Run the test suite as `make test` does: what needs the machine on all of it, the rest in the time that leaves over.
+"""Run a test suite as `make test` does: what needs the machine on all of it, the rest in the time that leaves over.
 
-    python scripts/run_tests.py [FLAGS OF PYTEST]
+    python scripts/run_tests.py [FLAGS OF PYTEST]              what it does
+    python scripts/run_tests.py --breaking [FLAGS OF PYTEST]   what is done to break it
 
-Tests below `FIRST` start several processes by themselves or look at the clock, and wait for much of their time: they
-run in two runs at once, at the priority this process has. The others work in one process; they run meanwhile, at a low
-priority and with limits of time that allow for it. The first run's output is shown at once, that of others when they
-have ended; at the end comes what became of each run, with the last lines of those that died, as pytest does at a limit
-of time. The exit status is 1 if anything failed.
+The first tests of each suite start several processes by themselves or look at the clock, and wait for much of their time: they
+run one by one, at the priority this process has. The others work in one process; they run meanwhile, at a low priority
+and with limits of time that allow for it, and in two runs at once when the first ones are through. Their output is
+shown when they have ended; at the end comes what became of each run, with the last lines of those that died, as pytest
+does at a limit of time. The exit status is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FIRST = (("tests/crash",), ("tests/contract", "tests/distributed"))
-BESIDE_WHOLE = (("tests/simulation",), ("tests/property", "tests/fuzz", "tests/corruption", "tests/view"))
-BESIDE_IN_PARTS = {"tests/unit": 3, "tests/compat": 2}  # so that no run is much longer than the others
+BREAKING = "--breaking"
+BREAKING_FIRST = ("tests/crash",)
+BREAKING_BESIDE = (("tests/simulation",), ("tests/property", "tests/fuzz", "tests/corruption"))
+FIRST = ("tests/contract", "tests/distributed")
+BESIDE_IN_PARTS = {"tests/unit": 3, "tests/compat": 2, "tests/view": 1}  # so that no run is much longer than the others
 BESIDE_NICE = 10  # below the engines that the first ones start
 # A test that gets a tenth of a core isn't hung when it takes two minutes.
 BESIDE_LIMITS = ("-o", "timeout=900", "-o", "faulthandler_timeout=890")
@@ -98,10 +101,6 @@ class Runs:
                 run = self.waiting.popleft()
             self.run(run, nice)
 
-    def work_after(self, first: Run) -> None:
-        self.run(first)
-        self.work(BESIDE_NICE)
-
     def stop(self) -> None:
         with self.lock:
             self.waiting.clear()
@@ -109,39 +108,31 @@ class Runs:
             process.kill()
 
 
-def beside(outputs: Path) -> deque[Run]:
+def beside(outputs: Path, *, breaking: bool) -> deque[Run]:
     """What runs beside the first ones."""
-    runs = []
-    for place, parts in BESIDE_IN_PARTS.items():
+    runs = [(" ".join(places), places) for places in BREAKING_BESIDE] if breaking else []
+    for place, parts in () if breaking else BESIDE_IN_PARTS.items():
         files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / place).rglob("test_*.py"))
         runs += [(f"{place} {n + 1} of {parts}", tuple(files[n::parts])) for n in range(parts)]
-    runs[3:3] = [(" ".join(places), places) for places in BESIDE_WHOLE]
     return deque(
         Run(name, places, BESIDE_LIMITS, outputs / f"{number}.txt") for number, (name, places) in enumerate(runs)
     )
 
 
 def main(flags: list[str]) -> int:
+    breaking = BREAKING in flags
     with tempfile.TemporaryDirectory() as outputs:
-        runs = Runs(beside(Path(outputs)), flags)
-        first = [
-            Run(" ".join(places), places, output=Path(outputs) / f"first-{number}.txt" if number else None)
-            for number, places in enumerate(FIRST)
-        ]
-        others = [threading.Thread(target=runs.work_after, args=(run,)) for run in first[1:]]
-        others.append(threading.Thread(target=runs.work, args=(BESIDE_NICE,)))
-        for other in others:
-            other.start()
+        runs = Runs(beside(Path(outputs), breaking=breaking), [flag for flag in flags if flag != BREAKING])
+        other = threading.Thread(target=runs.work, args=(BESIDE_NICE,))
+        other.start()
         try:
-            runs.work_after(first[0])
-            for other in others:
-                other.join()
+            runs.run(Run("first", BREAKING_FIRST if breaking else FIRST))
+            runs.work()
         except BaseException:  # interrupted
             runs.stop()
             raise
         finally:
-            for other in others:
-                other.join()
+            other.join()
         for run in runs.ended:
             if run.failed:
                 print("\n".join(run.last_lines()))
