@@ -1,7 +1,7 @@
 # Everything a contributor runs. A bare clone needs Python 3.10 or newer, pip and make; the rest goes into .venv.
 #
 #   make demo         train a small model, kill it in the middle of a save, resume it bit for bit, export it (out/demo/)
-#   make test         the test suite, under 20 minutes on two cores
+#   make test         the tests of what Holdfast does, under 20 minutes on two cores
 #   make check        lint, format, strict types, import contracts, house rules
 #   make bench        save and load against every peer and the machine's limit (out/bench/)
 #   make bench-quick  the same, smaller, under 4 minutes

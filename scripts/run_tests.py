@@ -3,11 +3,11 @@
     python scripts/run_tests.py [FLAGS OF PYTEST]              what it does
     python scripts/run_tests.py --breaking [FLAGS OF PYTEST]   what is done to break it
 
-The first tests of each suite start several processes by themselves or look at the clock, and wait for much of their time: they
-run one by one, at the priority this process has. The others work in one process; they run meanwhile, at a low priority
-and with limits of time that allow for it, and in two runs at once when the first ones are through. Their output is
-shown when they have ended; at the end comes what became of each run, with the last lines of those that died, as pytest
-does at a limit of time. The exit status is 1 if anything failed.
+The first tests of each suite start several processes by themselves or look at the clock, and wait for much of their
+time: they run one by one, at the priority this process has. The others work in one process; they run meanwhile, at a
+low priority and with limits of time that allow for it, and in two runs at once when the first ones are through. Their
+output is shown when they have ended; at the end comes what became of each run, with the last lines of those that died,
+as pytest does at a limit of time. The exit status is 1 if anything failed.
 """
 
 from __future__ import annotations
