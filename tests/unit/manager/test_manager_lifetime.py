@@ -124,9 +124,13 @@ def test_a_config_is_a_config(tmp_path: Path) -> None:
 
 def resources() -> tuple[int, int, int]:
     """Descriptors, threads and child processes of this process."""
-    threads = os.listdir("/proc/self/task")
-    children = [Path(f"/proc/self/task/{thread}/children").read_text().split() for thread in threads]
-    return len(os.listdir("/proc/self/fd")), len(threads), sum(map(len, children))
+    while True:
+        threads = os.listdir("/proc/self/task")
+        try:
+            children = [Path(f"/proc/self/task/{thread}/children").read_text().split() for thread in threads]
+        except FileNotFoundError:  # a thread has ended meanwhile, as the journal's does when it is idle
+            continue
+        return len(os.listdir("/proc/self/fd")), len(threads), sum(map(len, children))
 
 
 def resident_bytes() -> int:
