@@ -16,7 +16,7 @@ import os
 import time
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from holdfast.catalog.catalog import Pins, oldest_first
 from holdfast.catalog.root import ask_each, foreign_steps, is_stock, may_be_published, step_of
@@ -355,6 +355,13 @@ def _time_text(since_epoch_s: float | None) -> str | None:
     if since_epoch_s is None:
         return None
     return datetime.fromtimestamp(since_epoch_s, timezone.utc).isoformat(timespec="seconds")
+
+
+def suspicious_in(manifest: Manifest | None) -> list[dict[str, Any]]:
+    """Return what was suspicious about a save, each with ``what``, ``tensors`` and ``message``."""
+    found = None if manifest is None else manifest.extra.get("suspicious")
+    rows = [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
+    return [{name: row.get(name) for name in ("what", "tensors", "message")} for row in rows]
 
 
 def _bytes_below(path: str) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from holdfast.catalog.listing import existing_directory, size_text
+from holdfast.catalog.listing import existing_directory, size_text, suspicious_in
 from holdfast.cli.ls import chosen_path, chosen_source
 from holdfast.cli.output import AsJson, age_text, plain_number, print_json, print_rows, shown
 from holdfast.errors import CheckpointNotFound, ConfigError
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from holdfast.format.manifest import Manifest
     from holdfast.loader.checkpoint import Index
     from holdfast.loader.outline import Outline, OutlinedTensor
     from holdfast.loader.sources.holdfast import CheckpointSource, StoredObject
@@ -118,13 +117,6 @@ def _document(
             for kept in objects.values()
         ],
     }
-
-
-def suspicious_in(manifest: Manifest | None) -> list[dict[str, Any]]:
-    """Return what was suspicious about a save, each with ``what``, ``tensors`` and ``message``."""
-    found = None if manifest is None else manifest.extra.get("suspicious")
-    rows = [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
-    return [{name: row.get(name) for name in ("what", "tensors", "message")} for row in rows]
 
 
 def _print_head(source: CheckpointSource, outline: Outline) -> None:

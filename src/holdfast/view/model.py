@@ -21,7 +21,7 @@ from holdfast._version import __version__
 from holdfast.catalog.catalog import entry_of
 from holdfast.catalog.course import PARENT
 from holdfast.catalog.journal import scan_journal
-from holdfast.catalog.listing import list_root
+from holdfast.catalog.listing import list_root, suspicious_in
 from holdfast.catalog.retention import Best, CheckpointEntry, Keep, newest_of, reasons_to_keep
 from holdfast.errors import ConfigError
 from holdfast.storage.local import open_storage
@@ -157,9 +157,8 @@ def _row(row: RootEntry, manifest: Manifest | None, verified: dict[str, Any] | N
 
 def _suspicious(manifest: Manifest) -> list[dict[str, str]]:
     """Return what was suspicious about a save: kinds and sentences."""
-    found = manifest.extra.get("suspicious")
-    rows = [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
-    return [{name: str(row.get(name) or "")[:1000] for name in ("what", "message")} for row in rows]
+    rows = suspicious_in(manifest)
+    return [{name: str(row[name] or "")[:1000] for name in ("what", "message")} for row in rows]
 
 
 def _seconds(created: str | None) -> float | None:
