@@ -315,7 +315,10 @@ def die(endpoint: str, url: str, point: str) -> None:
     save(make(), url)
 
 
-@pytest.mark.parametrize(("point", "whole"), [("write_file", False), ("seal", False), ("publish", True)])
+@pytest.mark.parametrize(
+    ("point", "whole"),
+    [("write_file", False), pytest.param("seal", False, marks=pytest.mark.slow), ("publish", True)],
+)
 def test_what_a_killed_job_left_is_settled_by_the_next_start(bucket: Bucket, point: str, whole: bool) -> None:
     """Sealed, it is published: every rank had written its part. Before that, nothing of it stays."""
     url = f"{bucket.run}/a"

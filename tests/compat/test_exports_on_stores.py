@@ -312,7 +312,16 @@ def test_of_two_that_overwrite_the_last_one_has_all_names(
 # what a crash leaves ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("point", ["begin", "target", "seal", "publish", "_put_faces"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        pytest.param("begin", marks=pytest.mark.slow),
+        "target",
+        pytest.param("seal", marks=pytest.mark.slow),
+        "publish",
+        "_put_faces",
+    ],
+)
 def test_an_export_that_was_killed_is_finished_or_gone(
     point: str, bucket: str, object_server: Server, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 PROGRAM = Path(__file__).with_name("decoding_threads.py")
 
 
-@pytest.mark.parametrize("time", range(3))
+@pytest.mark.parametrize("time", [0, *(pytest.param(time, marks=pytest.mark.slow) for time in (1, 2))])
 def test_threads_that_decode_a_class_for_the_first_time(time: int) -> None:
     assert time >= 0
     done = subprocess.run([sys.executable, "-W", "ignore", str(PROGRAM)], capture_output=True, text=True, timeout=120)

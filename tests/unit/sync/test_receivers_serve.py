@@ -269,7 +269,7 @@ def test_a_hop_that_is_killed_or_stopped_is_routed_around(
             hop.close()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_hop_with_a_delta_that_is_killed_or_stopped_is_routed_around(
     tmp_path: Path, encoding: Publisher, fleet: Callable[[int], list[Receiver]], how: signal.Signals
 ) -> None:

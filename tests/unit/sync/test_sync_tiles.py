@@ -129,7 +129,7 @@ class Brought:
         return found
 
 
-@pytest.mark.parametrize("tiles", [1, pytest.param(2, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("tiles", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 8])
 def test_every_slice_has_the_published_bits(transport: Callable[[], Any], tiles: int) -> None:
     weights = state()
     with Publisher(transport(), column_tiles=tiles) as publisher, Receiver(transport()) as receiver:
