@@ -1,4 +1,5 @@
-# Everything a contributor runs. A bare clone needs Python 3.10 or newer, pip and make; the rest goes into .venv.
+# Everything a contributor runs. A bare clone needs Python 3.10 or newer with venv (Debian: python3-venv) and make; the
+# rest goes into .venv.
 #
 #   make demo         train a small model, kill it in the middle of a save, resume it bit for bit, export it (out/demo/)
 #   make test         the tests of what Holdfast does, under 20 minutes on two cores
@@ -27,6 +28,7 @@ PYTEST_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEMO_READY := $(VENV)/.ready-for-demo
 
 .DELETE_ON_ERROR:
 .PHONY: help venv demo test test-integrations test-rl test-rl-full test-stores test-stores-full test-view test-packaging test-full test-crash test-crash-full check format docs bench bench-quick bench-report clean
@@ -36,15 +38,22 @@ help:
 
 venv: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+# An environment has its pip last: one without was interrupted, or had no ensurepip, and is made again.
+$(DEMO_READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Holdfast needs Python 3.10 or newer, this is " + sys.version)'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@echo "Installing Holdfast, torch and transformers into $(VENV): minutes at the first time, without a word"
+	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) -c constraints.txt -e ".[demo]"
+	@touch $@
+
+$(READY): $(DEMO_READY)
+	@echo "Installing what tests, checks and benchmarks need into $(VENV)"
 	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) -c constraints.txt -e ".[demo,test,check,bench]"
 	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps nixl==1.5.1 nixl-cu12==1.5.1 2>/dev/null \
 	|| echo "no NIXL here: without its tests"
 	@touch $@
 
-demo: $(READY)
+demo: $(DEMO_READY)
 	$(BIN)/python examples/demo.py --out out/demo
 
 test: $(READY)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -66,6 +67,17 @@ class Written:
     text: str
     logits: torch.Tensor
     """For the prompt; the same, bit for bit, as those of the model that was trained."""
+
+
+def begin_empty(run: Path) -> None:
+    try:
+        if run.exists():
+            shutil.rmtree(run)
+        run.mkdir(parents=True)
+    except OSError as error:
+        raise DemoError(
+            f"{error.filename}: {error.strerror}; choose another directory: python examples/demo.py --out DIRECTORY"
+        ) from None
 
 
 def settle(kill: Kill, run: Path, resumed_from: int) -> Kill:
@@ -282,7 +294,7 @@ def main() -> None:
     out = parser.parse_args().out
     a, b = out / "a-uninterrupted", out / "b-killed"
     for run in (a, b):
-        shutil.rmtree(run, ignore_errors=True)
+        begin_empty(run)
     begin = time.monotonic()
 
     print(f"1. Run A trains on 2 ranks, {STEPS} steps, a checkpoint and an export every {EVERY}: what B has to equal")
@@ -309,7 +321,8 @@ def main() -> None:
    every byte of the {len(checkpoints)} checkpoints and {len(exports)} exports that were kept matches its checksum
    curve: {out / "losses.png"}   export: {written.directory}   {time.monotonic() - begin:.0f} s in all
 
-   look at run B in a browser: {(out / "report.html").resolve().as_uri()}""")
+   look at run B in a browser: {(out / "report.html").resolve().as_uri()}
+   or here: {shlex.join([str(Path(sys.executable).with_name("holdfast")), "ls", str(b / "checkpoints")])}""")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -65,7 +66,10 @@ class Job:
             raise DemoError(f"{self.output}: not done after {RUN_TIMEOUT_S:.0f} s\n{self.tail()}")
 
     def tail(self) -> str:
-        return "\n".join(self.output.read_text(errors="replace").splitlines()[-30:])
+        """The end of what the ranks said, without what the launcher says of their end."""
+        lines = self.output.read_text(errors="replace").splitlines()
+        ended = (n for n, line in enumerate(lines) if re.match(r"E\d{4} .*torch/distributed/elastic/", line))
+        return "\n".join(lines[: next(ended, None)][-30:])
 
     def finish(self) -> None:
         while self.process.poll() is None:

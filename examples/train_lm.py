@@ -17,11 +17,13 @@ import argparse
 import json
 import math
 import os
+import random
 import sysconfig
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -144,7 +146,8 @@ def train(args: argparse.Namespace, rank: int, world: int) -> None:
     )
     text = StdlibText(seed=args.seed, rank=rank, batch=args.batch, length=args.length)
     progress = {"bytes_seen": 0}
-    torch.manual_seed(args.seed + 1 + rank)  # dropout differs from rank to rank
+    for seeded in (torch.manual_seed, np.random.seed, random.seed):
+        seeded(args.seed + 1 + rank)  # dropout differs from rank to rank
 
     # Everything the next step depends on. A dataloader is kept for each rank, and so are the random number generators,
     # which need not be named.

@@ -378,6 +378,21 @@ def test_ls_of_one_checkpoint_shows_it_whoever_wrote_it_and_whatever_became_of_i
         assert row["nbytes"] > 0
 
 
+def test_a_directory_above_a_root_leads_to_it(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "lab" / "a run").mkdir(parents=True)
+    (tmp_path / "lab" / "empty").mkdir()
+    root.rename(tmp_path / "lab" / "a run" / "checkpoints")
+    lab, below = tmp_path / "lab", f"these below it do: {Path('a run', 'checkpoints')}\n"
+    assert run("ls", lab).stdout == f"{lab} holds no checkpoints; {below}"
+    assert run("ls", lab / "empty").stdout == f"{lab / 'empty'} holds no checkpoints\n"
+    shown_there = run("show", lab)
+    assert (shown_there.returncode, shown_there.stderr.endswith(below)) == (2, True), shown_there.stderr
+    assert run("verify", lab).stderr.endswith(below)
+    assert run("prune", lab, "--last", 1, "--dry-run").stdout.endswith(below)
+    reported = run("report", lab, "-o", tmp_path / "page.html")
+    assert (reported.returncode, reported.stderr.endswith(below)) == (0, True), reported.stderr
+
+
 def test_looking_imports_no_torch(made: Path) -> None:
     code = (
         "import sys; from holdfast.cli.app import app\n"

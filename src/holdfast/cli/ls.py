@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import asdict
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,7 +13,7 @@ import typer
 from holdfast.catalog.listing import RootEntry, RootListing, existing_directory, list_root, size_text, stock_entry
 from holdfast.catalog.root import STOCK_PLACES, is_checkpoint, is_stock
 from holdfast.cli.output import AsJson, age_s_of, age_text, print_json, print_rows, shown
-from holdfast.errors import CheckpointNotFound, ConfigError
+from holdfast.errors import CheckpointNotFound, ConfigError, StorageError
 from holdfast.export.verify import is_export
 from holdfast.format.manifest import METADATA_NAME
 from holdfast.loader.sources.open import open_source
@@ -20,6 +22,8 @@ from holdfast.validation import is_store
 
 if TYPE_CHECKING:
     from holdfast.loader.sources.holdfast import CheckpointSource
+
+_LOOKED_AT = 100  # directories at most, when one has been given that holds no checkpoints
 
 
 def is_one_checkpoint(directory: str) -> bool:
@@ -33,6 +37,22 @@ def is_one_checkpoint(directory: str) -> bool:
     if is_store(directory):
         return is_stock(storage, name)
     return any(os.path.isfile(os.path.join(directory, below, METADATA_NAME)) for below in STOCK_PLACES)
+
+
+def none_in(directory: str, what: str = "no checkpoints") -> str:
+    """Say that ``directory`` holds none of ``what``, and which directories not far below it do: a run's, mostly."""
+    if is_store(directory):
+        return f"{directory} holds {what}"
+    found, unseen = [], [directory]
+    for seen in unseen:  # grows meanwhile: breadth first
+        with contextlib.suppress(OSError, StorageError):
+            rows = (row for row in os.scandir(seen) if row.is_dir(follow_symlinks=False) and row.name[0] != ".")
+            inside = sorted(row.path for row in islice(rows, _LOOKED_AT))
+            if seen != directory and any(is_one_checkpoint(path) for path in inside):
+                found.append(os.path.relpath(seen, directory))
+            else:
+                unseen += inside[: max(0, _LOOKED_AT - len(unseen))]
+    return f"{directory} holds {what}" + (f"; these below it do: {', '.join(found)}" if found else "")
 
 
 def entries_of(path: str) -> tuple[str, list[RootEntry]]:
@@ -57,7 +77,7 @@ def chosen_path(path: str, step: int | None) -> str:
         return of_step(directory, rows, step).path
     newest = [row for row in rows if row.latest] or [row for row in rows if row.state != "stock"][-1:]
     if not newest:
-        raise CheckpointNotFound(f"{directory} holds no checkpoints", path=directory)
+        raise CheckpointNotFound(none_in(directory), path=directory)
     return newest[0].path
 
 
@@ -120,7 +140,7 @@ def _document(row: RootEntry) -> dict[str, object]:
 def _print(listing: RootListing) -> None:
     if not listing.entries:
         hint = "; it is a Hugging Face model: see `holdfast show`" if is_export(listing.path) else ""
-        typer.echo(f"{shown(listing.path)} holds no checkpoints{hint}")
+        typer.echo(shown(none_in(listing.path)) + hint)
         return
     pointed: dict[str, list[str]] = {}
     for link, target in listing.links.items():

@@ -15,6 +15,7 @@ import typer
 from holdfast.catalog.catalog import Catalog
 from holdfast.catalog.listing import DEFAULT_TEMPLATE, committed_bytes, existing_directory, size_text
 from holdfast.catalog.retention import Best, Keep, reasons_to_keep
+from holdfast.cli.ls import none_in
 from holdfast.cli.output import AsJson, print_json, print_rows, shown
 from holdfast.cli.recover import remove_hidden
 from holdfast.errors import ConfigError
@@ -134,7 +135,7 @@ def _document(row: _PrunedStep) -> dict[str, Any]:
 
 def _print(root: str, rows: list[_PrunedStep], *, dry_run: bool) -> None:
     if not rows:
-        typer.echo(f"{shown(root)} holds no checkpoints that Holdfast wrote")
+        typer.echo(shown(none_in(root, "no checkpoints that Holdfast wrote")))
         return
     words = {"goes": "would go", "gone": "deleted", "left": "LEFT: it could not be deleted, or is being loaded"}
     print_rows(

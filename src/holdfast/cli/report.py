@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holdfast.catalog.listing import existing_directory, size_text
-from holdfast.cli.ls import is_one_checkpoint
+from holdfast.cli.ls import is_one_checkpoint, none_in
 from holdfast.cli.output import AsJson, print_json, shown
 from holdfast.errors import CheckpointNotFound, ConfigError, HoldfastError, StorageError
 
@@ -77,6 +77,8 @@ def report(
             left_out=left_out,
         )
         return
+    if not summary["steps"]:
+        typer.echo(shown(none_in(root)), err=True)
     for name, why in left_out.items():
         typer.echo(f"without the tensors of {shown(name)}: {shown(why)}", err=True)
     typer.echo(f"{shown(str(out))}: {len(summary['steps'])} entries, {size_text(len(data))}, {seconds:.1f} s")

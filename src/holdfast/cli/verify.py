@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from holdfast.catalog.listing import existing_directory, size_text
-from holdfast.cli.ls import entries_of, is_one_checkpoint, of_step
+from holdfast.cli.ls import entries_of, is_one_checkpoint, none_in, of_step
 from holdfast.cli.output import AsJson, exit_status, print_json, progress_bar, shown
 from holdfast.errors import CheckpointNotFound, ConfigError, HoldfastError
 from holdfast.export.verify import is_export, verify_export
@@ -80,7 +80,7 @@ def _targets(path: str, step: int | None, *, newest: bool, everything: bool) -> 
     elif not everything:
         rows = [row for row in rows if row.state != "stock"]
     if not rows:
-        raise CheckpointNotFound(f"{directory} holds no checkpoints and no exports to verify", path=directory)
+        raise CheckpointNotFound(none_in(directory, "no checkpoints and no exports to verify"), path=directory)
     return [(row.path, row.step) for row in rows]
 
 
