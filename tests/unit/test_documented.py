@@ -174,3 +174,13 @@ def test_every_page_is_in_the_navigation() -> None:
     for page in (ROOT / "docs").rglob("*.md"):
         name = str(page.relative_to(ROOT / "docs"))
         assert name in pages or f"{page.parent.name}/" in pages, f"mkdocs.yml doesn't have {name}"
+
+
+def test_the_map_of_the_house_names_every_module():
+    """Of rooms that hold one module for each of many things alike, the map names these things."""
+    section = (ROOT / "docs" / "design.md").read_text().partition("## 7.")[2].partition("\n## ")[0]
+    named = set(re.findall(r"\w+", section))
+    alike = {PACKAGE / room for room in ("cli", "integrations", "sync/adapters", "sync/session", "testing")}
+    modules = {path for path in PACKAGE.rglob("*.py") if not alike & set(path.parents)}
+    lacking = {str(path.relative_to(PACKAGE)) for path in modules if path.stem not in named}
+    assert lacking - {"__main__.py", "_version.py", "engine/__main__.py"} == set()

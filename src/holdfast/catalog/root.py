@@ -1,13 +1,8 @@
-"""Interpret the entries of a root: published checkpoints, attempts, trash. Torch-free, reads only.
+"""Tell which names a root may publish, and which of its entries are checkpoints. Torch-free, reads only.
 
-    step-500                              published: it holds a manifest, or shows that it had one (`lost_manifest`)
-    .step-500.0123456789ab.incomplete     an attempt in progress, or left by a crash; or, once the attempt is at the
-                                          final name, what it was exchanged with
-    .step-500.0123456789ab.recovering     the same, taken over by a recovery
-    .step-500.0123456789ab.replaced       what an overwriting attempt has moved out of the way
-    .step-500.0123456789ab.trash          to be removed; never read again
-
-Guarantees: a name is built and taken apart here and nowhere else; nothing here changes anything.
+Guarantees: a name that was accepted can be read back, has room for the id of an attempt, and is none of Holdfast's own;
+nothing here changes anything.
+Does not: build or parse hidden names (``storage.entries`` does).
 """
 
 from __future__ import annotations

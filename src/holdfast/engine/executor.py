@@ -1,7 +1,7 @@
 """Executes a write plan: an image becomes durable files, with a checksum of every extent and tensor. Torch-free.
 
 Writer threads (`pwrite`) and hasher threads (xxhash) process the image at the same time; it must not change meanwhile.
-Runs in the engine process, or in any other: systems without memfd have no engine.
+Runs on threads of the engine process.
 
 Guarantees:
 - files are created, not opened: an existing file is an error, and links are not followed. The exception are files of

@@ -20,7 +20,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from math import prod
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NoReturn, TypeVar
 
 import msgspec
 
@@ -50,7 +50,7 @@ DIMENSIONS_MAX: Final = 1024
 """Maximum number of dimensions of a tensor."""
 
 
-def tensor_fault(tensor: IndexTensor | ListedTensor, file_sizes: Sequence[int]) -> str | None:
+def tensor_fault(tensor: _TensorRow[Any], file_sizes: Sequence[int]) -> str | None:
     """Describe the error in ``tensor``, a row of an index; return None if there is none."""
     itemsize = ITEMSIZE.get(tensor.dtype)
     if itemsize is None:
@@ -77,7 +77,7 @@ def tensor_fault(tensor: IndexTensor | ListedTensor, file_sizes: Sequence[int]) 
     return None
 
 
-def _is_plainly_right(tensor: IndexTensor | ListedTensor, itemsize: int, file_sizes: Sequence[int]) -> bool:
+def _is_plainly_right(tensor: _TensorRow[Any], itemsize: int, file_sizes: Sequence[int]) -> bool:
     """Check a tensor that is stored whole with few operations, since this is the usual case."""
     shape, start, nbytes = tensor.shape, tensor.payload_offset, tensor.nbytes
     return (
@@ -324,9 +324,14 @@ Kind = Literal["checkpoint", "export"]
 """What was committed: something to resume from or load, or an export, whose files several ranks write parts of."""
 
 
-class IndexTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
+_Path = TypeVar("_Path")
+
+
+class _TensorRow(msgspec.Struct, Generic[_Path], frozen=True, array_like=True, gc=False):
+    """Where one box of a tensor lies, in a file and in the whole."""
+
     name: str
-    path: tuple[PathItem, ...]
+    path: _Path
     dtype: str
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -336,6 +341,10 @@ class IndexTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
     payload_offset: int
     nbytes: int
     record_end: int
+
+
+class IndexTensor(_TensorRow[tuple[PathItem, ...]], frozen=True, array_like=True, gc=False):
+    """A tensor in a `RankIndex`."""
 
 
 class IndexObject(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -357,20 +366,8 @@ class RankIndex(msgspec.Struct, frozen=True, array_like=True):
     """Keys that names don't tell. Readers that don't know this field take it for what follows, and skip it."""
 
 
-class ListedTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class ListedTensor(_TensorRow[msgspec.Raw], frozen=True, array_like=True, gc=False):
     """An `IndexTensor` whose path stays encoded."""
-
-    name: str
-    path: msgspec.Raw
-    dtype: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: int
-    record_offset: int
-    payload_offset: int
-    nbytes: int
-    record_end: int
 
 
 class ListedIndex(msgspec.Struct, frozen=True, array_like=True):

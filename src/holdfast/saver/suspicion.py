@@ -13,8 +13,8 @@ Replicas: every holder hashes the same pieces of the same tensors, others at eac
 moves on with each save.
 
 Guarantees: bounded: `SAMPLES` pieces of `PIECE_BYTES` a save are copied on the training thread; `SCAN_SHARE` of the
-bytes of a save, or `SCAN_BYTES_MIN`, in at most `SCAN_PIECES_MAX` pieces, are read on another. Never raises, and reads
-nothing that a save doesn't read.
+bytes of a save, or `SCAN_BYTES_MIN`, in at most `SCAN_PIECES_MAX` pieces, and the `SMALLEST` smallest tensors are read
+on another. Never raises, and reads nothing that a save doesn't read.
 Does not: prove that a checkpoint is right.
 """
 

@@ -9,7 +9,7 @@
     DirectoryTree    single operations on a tree with atomic rename, from which `RenamingStorage` makes a `Storage`
 
 A directory is published by one rename or exchange (`holdfast.storage.local`), an object store's prefix by creating
-its manifest, which replaces nothing (`holdfast.storage.object_store`). No code outside of this package knows which.
+its manifest, which replaces nothing (`holdfast.storage.object_storage`). No code outside of this package knows which.
 
 Names are relative to the root the storage was opened on, with ``/`` between components; no component may be ``..``
 or absolute. Every method raises `StorageError` (path, errno) for an operation that fails, never `FileNotFoundError` or
