@@ -279,3 +279,11 @@ def test_a_hundred_thousand_tensors_take_a_second(
     assert ended.returncode == status, ended.stderr
     assert ended.stdout.count("\n") >= lines
     assert (after.ru_utime - before.ru_utime) + (after.ru_stime - before.ru_stime) < 3.0
+
+
+def test_only_the_module_of_the_command_that_is_named_is_imported(root: Path) -> None:
+    told = "import sys; from holdfast.cli.app import main; sys.argv = ['holdfast', 'ls', sys.argv[1]]\ntry: main()\n"
+    told += "finally: print(*(name for name in sys.modules if name.startswith('holdfast.cli.')), file=sys.stderr)"
+    script = [sys.executable, "-c", told, str(root)]
+    ended = subprocess.run(script, capture_output=True, text=True, timeout=60, check=True, env=environment())
+    assert set(ended.stderr.split()) == {f"holdfast.cli.{name}" for name in ("app", "ls", "output")}
