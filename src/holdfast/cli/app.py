@@ -19,6 +19,7 @@ from holdfast.cli.output import (
     INTERRUPTED,
     MISUSE,
     UNHEARD,
+    came_of,
     drop_output,
     exit_status,
     is_unheard,
@@ -110,9 +111,9 @@ def main() -> None:
             as_json=as_json,
         )
     except SystemExit as ended:
-        if _came_of(ended, BrokenPipeError) and is_unheard():
+        if came_of(ended, BrokenPipeError) and is_unheard():
             _end_unheard()
-        if _came_of(ended, KeyboardInterrupt):
+        if came_of(ended, KeyboardInterrupt):
             sys.exit(INTERRUPTED)
         if as_json and ended.code == MISUSE:
             # What the command line lacks is on standard error by now.
@@ -120,14 +121,8 @@ def main() -> None:
             message = why.format_message() if hasattr(why, "format_message") else "the command line can't be understood"
             print_error_document(ConfigError(message))
         raise
-
-
-def _came_of(ended: BaseException, kind: type[BaseException]) -> bool:
-    """Return True if typer ended because of a ``kind``; versions of it differ in what they make of one."""
-    found: BaseException | None = ended
-    while found is not None and not isinstance(found, kind):
-        found = found.__context__
-    return found is not None
+    except KeyboardInterrupt:  # while modules were imported: typer has others
+        sys.exit(INTERRUPTED)
 
 
 def _end(error: HoldfastError, *, as_json: bool) -> NoReturn:

@@ -16,7 +16,7 @@ import select
 import sys
 import time
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import msgspec
 import typer
@@ -26,6 +26,8 @@ from holdfast.errors import CheckpointNotFound, ConfigError, HoldfastError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+_E = TypeVar("_E", bound=BaseException)
 
 SCHEMA: Final = 1
 """Increased when a member of a document is removed or changes its meaning, not when members are added."""
@@ -65,6 +67,14 @@ def drop_output() -> None:
     """Let what is still to be written to standard output go nowhere: the interpreter would complain at its end."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def came_of(ended: BaseException, kind: type[_E]) -> _E | None:
+    """Return the ``kind`` that ``ended`` is or was raised because of: typer and torch hide some behind their own."""
+    found: BaseException | None = ended
+    while found is not None and not isinstance(found, kind):
+        found = found.__context__
+    return found
 
 
 def exit_status(error: HoldfastError) -> int:
