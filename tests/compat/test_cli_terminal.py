@@ -229,11 +229,13 @@ def test_a_path_that_is_not_there_is_misuse_of_every_command(name: str, tmp_path
         ("ftp://host/x", "s3://bucket/prefix"),
         ("file", "`holdfast convert`"),
         ("s3:/bucket/x", "lost a slash"),
+        ("dangling", "dangling is a link to nowhere, which doesn't exist"),
     ],
 )
 def test_a_path_that_can_not_be_one_is_told_what_could(path: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    ended = run("ls", tmp_path / "file" if path == "file" else path)
+    (tmp_path / "dangling").symlink_to("nowhere")
+    ended = run("ls", tmp_path / path if path in ("file", "dangling") else path)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert says in ended.stderr
     assert ended.stderr.count("\n") == 1
