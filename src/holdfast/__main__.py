@@ -1,8 +1,20 @@
-"""``python -m holdfast``: the command line."""
+"""``holdfast`` and ``python -m holdfast``: the command line, also where Ctrl-C comes before it is imported."""
 
 from __future__ import annotations
 
-from holdfast.cli.app import main
+import sys
+
+
+def main() -> None:
+    """Run the command that ``sys.argv`` names; ends the process with its status."""
+    try:
+        from holdfast.cli.app import main as run
+        from holdfast.storage.object_store import expect_answers_soon
+    except KeyboardInterrupt:
+        sys.exit(130)
+    expect_answers_soon()
+    run()
+
 
 if __name__ == "__main__":
     main()

@@ -20,9 +20,11 @@ import termios
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import holdfast
+from holdfast.format.manifest import decode_manifest, encode_manifest
 
 SOURCE = str(Path(holdfast.__file__).parents[1])
 WRITTEN = Path(__file__).parent / "frozen" / "written"
@@ -227,11 +229,13 @@ def test_a_path_that_is_not_there_is_misuse_of_every_command(name: str, tmp_path
         ("ftp://host/x", "s3://bucket/prefix"),
         ("file", "`holdfast convert`"),
         ("s3:/bucket/x", "lost a slash"),
+        ("dangling", "dangling is a link to nowhere, which doesn't exist"),
     ],
 )
 def test_a_path_that_can_not_be_one_is_told_what_could(path: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    ended = run("ls", tmp_path / "file" if path == "file" else path)
+    (tmp_path / "dangling").symlink_to("nowhere")
+    ended = run("ls", tmp_path / path if path in ("file", "dangling") else path)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert says in ended.stderr
     assert ended.stderr.count("\n") == 1
@@ -244,6 +248,26 @@ def test_a_hugging_face_directory_of_others_is_shown(tmp_path: Path) -> None:
     ended = run("show", model)
     assert ended.returncode == 0, ended.stderr
     assert "another program" in ended.stdout
+
+
+def test_a_step_of_a_newer_release_is_listed_as_that_and_never_pruned(root: Path) -> None:
+    for step in (13, 14, 15):
+        shutil.copytree(root / "step-12", root / f"step-{step}")
+    for step, told in ((13, {"format": 9, "versions": {"holdfast": "7.5.0"}}), (14, {}), (15, {"format": 9})):
+        path = root / f"step-{step}" / "holdfast.json"
+        written = decode_manifest(path.read_bytes(), path="")
+        path.write_bytes(encode_manifest(msgspec.structs.replace(written, name=f"step-{step}", step=step, **told)))
+    ended = run("ls", root)
+    assert ended.returncode == 1
+    assert "corrupt" not in ended.stdout
+    assert "it was written by Holdfast 7.5.0, and nothing is wrong with it" in ended.stderr
+    states = {row["step"]: row["state"] for row in json.loads(run("ls", root, "--json").stdout)["entries"]}
+    assert (states[13], states[15]) == ("newer", "newer")
+    for dry in (["--dry-run"], []):
+        assert run("prune", root, "--last", "0", *dry).returncode == 0
+        assert (root / "step-13" / "holdfast.json").exists()
+        assert (root / "step-15" / "holdfast.json").exists()
+    assert not (root / "step-12").exists(), "what it can read goes, as the rules say"
 
 
 # A hundred thousand tensors ----------------------------------------------------------------------------------------
@@ -279,3 +303,17 @@ def test_a_hundred_thousand_tensors_take_a_second(
     assert ended.returncode == status, ended.stderr
     assert ended.stdout.count("\n") >= lines
     assert (after.ru_utime - before.ru_utime) + (after.ru_stime - before.ru_stime) < 3.0
+
+
+def test_only_the_module_of_the_command_that_is_named_is_imported(root: Path) -> None:
+    told = "import sys; from holdfast.cli.app import main; sys.argv = ['holdfast', 'ls', sys.argv[1]]\ntry: main()\n"
+    told += "finally: print(*(name for name in sys.modules if name.startswith('holdfast.cli.')), file=sys.stderr)"
+    ended = subprocess.run(
+        [sys.executable, "-c", told, str(root)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env=environment(),
+    )
+    assert set(ended.stderr.split()) == {f"holdfast.cli.{name}" for name in ("app", "ls", "output")}

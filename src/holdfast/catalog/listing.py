@@ -2,6 +2,7 @@
 
     published    a checkpoint; also pinned, latest, or only a model; or an export
     corrupt      its manifest is unreadable or missing: it can't be loaded
+    newer        a newer Holdfast wrote it, in a format that this one doesn't read; ``error`` names the release
     stock        written by stock DCP: no manifest, no checksums
     in work      an attempt of a running save
     left behind  an attempt of an interrupted save, or a directory that one moved away: recovery settles it
@@ -22,6 +23,7 @@ from holdfast.catalog.catalog import Pins, oldest_first
 from holdfast.catalog.root import ask_each, foreign_steps, is_stock, may_be_published, step_of
 from holdfast.errors import ConfigError, HoldfastError, StorageError
 from holdfast.format.manifest import Manifest
+from holdfast.format.sealed import is_of_newer_release
 from holdfast.storage import leases as lease
 from holdfast.storage.entries import HiddenEntry, hidden_name, parse_hidden, read_manifest
 from holdfast.storage.local import open_storage
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from holdfast.format.manifest import Kind
     from holdfast.storage.protocol import Storage
 
-EntryState = Literal["published", "corrupt", "stock", "in work", "left behind", "trash"]
+EntryState = Literal["published", "corrupt", "newer", "stock", "in work", "left behind", "trash"]
 DEFAULT_TEMPLATE: Final = "step-{step}"
 
 
@@ -109,7 +111,9 @@ def existing_directory(path: str) -> str:
             raise ConfigError(message, field="path")
         return directory
     if not os.path.isdir(directory):
-        what = "is not a directory" if os.path.lexists(directory) else "doesn't exist"
+        what = "is not a directory" if os.path.exists(directory) else "doesn't exist"
+        if os.path.islink(directory) and not os.path.exists(directory):
+            what = f"is a link to {os.readlink(directory)}, which doesn't exist"
         advice = "give a checkpoint, or a directory that holds some"
         if os.path.isfile(directory):
             advice += "; `holdfast convert` makes one of a file of torch.save, or of *.safetensors"
@@ -129,7 +133,7 @@ def _checkpoints(storage: Storage, names: list[str]) -> tuple[list[RootEntry], d
     rows: list[RootEntry] = []
     for row in found:
         if row.error is not None:
-            rows.append(_corrupt_row(storage, row.name, row.error))
+            rows.append(_unread_row(storage, row.name, row.error))
             continue
         manifest = manifests[row.name]
         if not isinstance(manifest, Manifest):
@@ -155,7 +159,7 @@ def _checkpoints(storage: Storage, names: list[str]) -> tuple[list[RootEntry], d
     known = {row.name for row in rows}
     rows.extend(_unordered(storage, {name: manifests[name] for name in names if name not in known}))
     readable = {name: manifest for name, manifest in manifests.items() if isinstance(manifest, Manifest)}
-    return sorted(rows, key=lambda row: row.state != "corrupt"), readable
+    return sorted(rows, key=lambda row: row.error is None), readable
 
 
 def _manifests(storage: Storage, names: list[str]) -> dict[str, Manifest | HoldfastError | None]:
@@ -209,12 +213,12 @@ def stock_entry(path: str) -> RootEntry:
     return RootEntry(name=os.path.basename(path), path=path, state="stock", nbytes=nbytes, created=created)
 
 
-def _corrupt_row(storage: Storage, name: str, error: HoldfastError) -> RootEntry:
+def _unread_row(storage: Storage, name: str, error: HoldfastError) -> RootEntry:
     path = storage.path(name)
     return RootEntry(
         name=name,
         path=path,
-        state="corrupt",
+        state="newer" if is_of_newer_release(error) else "corrupt",
         step=step_of(name, DEFAULT_TEMPLATE),
         nbytes=_bytes_of(storage, name),
         created=_changed_of(storage, name),

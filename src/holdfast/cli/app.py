@@ -3,24 +3,23 @@
 Exit status 0: fine. 1: a finding, such as a corrupt checkpoint, or a root that somebody holds. 2: misuse: an unknown
 option, a path or a step that isn't there. 130: Ctrl-C. 141: who read standard output has gone, such as ``head``. Errors
 of Holdfast are one message on standard error, without a traceback; with ``--json`` a document on standard output, too.
+Only the module of the command that is named is imported: all of them take longer than to list a root.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any, NoReturn
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import typer
 
 from holdfast._version import __version__
-from holdfast.cli.bench import bench
-from holdfast.cli.convert import convert, export
-from holdfast.cli.diff import diff
-from holdfast.cli.ls import ls
 from holdfast.cli.output import (
     INTERRUPTED,
     MISUSE,
     UNHEARD,
+    came_of,
     drop_output,
     exit_status,
     is_unheard,
@@ -28,25 +27,33 @@ from holdfast.cli.output import (
     print_error,
     print_error_document,
 )
-from holdfast.cli.prune import prune
-from holdfast.cli.recover import recover
-from holdfast.cli.report import report
-from holdfast.cli.show import cat, show
-from holdfast.cli.verify import verify
-from holdfast.cli.view import view
-from holdfast.cli.watch import watch
 from holdfast.errors import ConfigError, HoldfastError, StorageError
 
-app = typer.Typer(
-    name="holdfast",
-    help="Checkpoints for PyTorch that never stall training and are never half there.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    app: typer.Typer
+    """All commands, made when it is first asked for."""
+
+_MODULES: Final = {
+    "ls": "ls",
+    "show": "show",
+    "cat": "show",
+    "diff": "diff",
+    "verify": "verify",
+    "export": "convert",
+    "convert": "convert",
+    "prune": "prune",
+    "recover": "recover",
+    "report": "report",
+    "view": "view",
+    "watch": "watch",
+    "bench": "bench",
+}
+"""Commands, as ``--help`` lists them, and the module of each."""
 
 
-@app.callback(invoke_without_command=True)
-def holdfast(
+def _holdfast(
     version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,  # noqa: FBT002
 ) -> None:
     """Handle options that come before a command."""
@@ -55,17 +62,33 @@ def holdfast(
         raise typer.Exit
 
 
-for command in (ls, show, cat, diff, verify, export, convert, prune, recover, report, view, watch, bench):
-    app.command()(command)
+def _app_of(names: Iterable[str]) -> typer.Typer:
+    made = typer.Typer(
+        name="holdfast",
+        help="Checkpoints for PyTorch that never stall training and are never half there.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+    )
+    made.callback(invoke_without_command=True)(_holdfast)
+    for name in names:
+        made.command()(getattr(import_module(f"holdfast.cli.{_MODULES[name]}"), name))
+    return made
+
+
+def __getattr__(name: str) -> Any:
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals().setdefault("app", _app_of(_MODULES))
 
 
 def main() -> None:
     """Run the command named by ``sys.argv``; ends the process with its status."""
     as_json = "--json" in sys.argv
+    named = sys.argv[1:2]
     prepare_streams()
     try:
         try:
-            app()
+            _app_of(named if named and named[0] in _MODULES else _MODULES)()
         finally:
             sys.stdout.flush()  # here, where a full disk is still a message
     except HoldfastError as error:
@@ -88,9 +111,9 @@ def main() -> None:
             as_json=as_json,
         )
     except SystemExit as ended:
-        if _came_of(ended, BrokenPipeError) and is_unheard():
+        if came_of(ended, BrokenPipeError) and is_unheard():
             _end_unheard()
-        if _came_of(ended, KeyboardInterrupt):
+        if came_of(ended, KeyboardInterrupt):
             sys.exit(INTERRUPTED)
         if as_json and ended.code == MISUSE:
             # What the command line lacks is on standard error by now.
@@ -98,14 +121,8 @@ def main() -> None:
             message = why.format_message() if hasattr(why, "format_message") else "the command line can't be understood"
             print_error_document(ConfigError(message))
         raise
-
-
-def _came_of(ended: BaseException, kind: type[BaseException]) -> bool:
-    """Return True if typer ended because of a ``kind``; versions of it differ in what they make of one."""
-    found: BaseException | None = ended
-    while found is not None and not isinstance(found, kind):
-        found = found.__context__
-    return found is not None
+    except KeyboardInterrupt:  # while modules were imported: typer has others
+        sys.exit(INTERRUPTED)
 
 
 def _end(error: HoldfastError, *, as_json: bool) -> NoReturn:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from holdfast.cli.ls import chosen_source
-from holdfast.cli.output import AsJson, print_json, shown
+from holdfast.cli.output import AsJson, came_of, print_json, shown
 from holdfast.errors import CheckpointExists, ConfigError, StorageError
 from holdfast.loader.checkpoint import Checkpoint
 from holdfast.validation import is_store, located
@@ -231,10 +231,12 @@ def _write_torch(state: Mapping[str, Any], target: str, *, overwrite: bool) -> N
             os.link(fresh, path)  # fails where somebody was faster
     except FileExistsError as error:
         raise CheckpointExists(f"{path} is there by now; choose another name", path=path) from error
-    except OSError as error:
-        raise StorageError(
-            f"{path} can't be written: {error.strerror or error}", path=path, errno=error.errno
-        ) from error
+    except (OSError, RuntimeError) as error:
+        # torch ends a file whose write failed, or was interrupted, and hides why behind an error of its own.
+        why = came_of(error, KeyboardInterrupt) or came_of(error, OSError)
+        if why is None or isinstance(why, KeyboardInterrupt):
+            raise (why or error) from None
+        raise StorageError(f"{path} can't be written: {why.strerror or why}", path=path, errno=why.errno) from error
     finally:
         with contextlib.suppress(OSError):
             os.unlink(fresh)

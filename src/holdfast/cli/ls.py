@@ -58,7 +58,7 @@ def none_in(directory: str, what: str = "no checkpoints") -> str:
 def entries_of(path: str) -> tuple[str, list[RootEntry]]:
     """The directory that ``path`` is, and the checkpoints in it, oldest first: published, stock and corrupt ones."""
     root = existing_directory(path)
-    known = ("published", "stock", "corrupt")
+    known = ("published", "stock", "corrupt", "newer")
     return root, [row for row in list_root(root).entries if row.state in known]
 
 
@@ -104,7 +104,8 @@ def ls(
 ) -> None:
     """List the checkpoints of a root with size, age and state, and what saves have in work or left behind.
 
-    Reads manifests only, takes no lock and changes nothing. Exit status 1 where a manifest is corrupt.
+    Reads manifests only, takes no lock and changes nothing. Exit status 1 where a manifest is corrupt, or of a newer
+    Holdfast.
     """
     listing = _listing(path)
     if as_json:
@@ -117,7 +118,7 @@ def ls(
         )
     else:
         _print(listing)
-    if any(row.state == "corrupt" for row in listing.entries):
+    if any(row.error is not None for row in listing.entries):
         raise typer.Exit(1)
 
 

@@ -16,7 +16,7 @@ import select
 import sys
 import time
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import msgspec
 import typer
@@ -26,6 +26,8 @@ from holdfast.errors import CheckpointNotFound, ConfigError, HoldfastError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+_E = TypeVar("_E", bound=BaseException)
 
 SCHEMA: Final = 1
 """Increased when a member of a document is removed or changes its meaning, not when members are added."""
@@ -67,6 +69,14 @@ def drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def came_of(ended: BaseException, kind: type[_E]) -> _E | None:
+    """Return the ``kind`` that ``ended`` is or was raised because of: typer and torch hide some behind their own."""
+    found: BaseException | None = ended
+    while found is not None and not isinstance(found, kind):
+        found = found.__context__
+    return found
+
+
 def exit_status(error: HoldfastError) -> int:
     """2 for what was asked wrongly, 1 for what was found."""
     return MISUSE if isinstance(error, (ConfigError, CheckpointNotFound)) else FOUND
@@ -74,10 +84,10 @@ def exit_status(error: HoldfastError) -> int:
 
 def print_json(command: str, **members: Any) -> None:
     """One document: ``schema`` and ``command`` first; a member a line, and of a list of rows, a row a line."""
-    lines = [
-        f'  "{name}": {_member(value)}' for name, value in {"schema": SCHEMA, "command": command, **members}.items()
-    ]
-    sys.stdout.write("{\n" + ",\n".join(lines) + "\n}\n")
+    parts: list[str] = []
+    for name, value in {"schema": SCHEMA, "command": command, **members}.items():
+        parts += (",\n" if parts else "{\n", f'  "{name}": ', *_member(value))
+    sys.stdout.writelines([*parts, "\n}\n"])
 
 
 def print_line(command: str, **members: Any) -> None:
@@ -86,24 +96,34 @@ def print_line(command: str, **members: Any) -> None:
     sys.stdout.flush()
 
 
-def _member(value: Any) -> str:
+def _member(value: Any) -> tuple[str, ...]:
+    """Return ``value`` in parts, none of them a copy: a list of very many rows takes tens of MB."""
     if not isinstance(value, (list, tuple)) or not value or isinstance(value[0], (int, float, str)):
-        return _json(value)
-    return "[\n    " + ",\n    ".join(map(_json, value)) + "\n  ]"
+        return (_json(value),)
+    try:
+        rows = _ascii(_encoder.encode_lines(value).rstrip().replace(b"\n", _ROW.encode()))  # JSON escapes those in rows
+    except _NOT_FOR_MSGSPEC:
+        rows = _ROW.join(map(_json, value))
+    return "[\n    ", rows, "\n  ]"
 
 
 def _json(value: Any) -> str:
     """Return ``value`` as ASCII; where msgspec can't, such as for lone surrogates, as the standard library has it."""
     try:
-        data = _encode(value)
-    except (UnicodeEncodeError, OverflowError, TypeError, ValueError, RecursionError):
+        return _ascii(_encoder.encode(value))
+    except _NOT_FOR_MSGSPEC:
         return json.dumps(value, default=str)
-    return (
-        data.decode() if data.isascii() else _BEYOND_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], data.decode())
-    )
 
 
-_encode: Final = msgspec.json.Encoder(enc_hook=str).encode
+def _ascii(data: bytes) -> str:
+    if data.isascii():
+        return data.decode("ascii")
+    return _BEYOND_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], data.decode())
+
+
+_ROW: Final = ",\n    "
+_encoder: Final = msgspec.json.Encoder(enc_hook=str)
+_NOT_FOR_MSGSPEC: Final = (UnicodeEncodeError, OverflowError, TypeError, ValueError, RecursionError)
 _BEYOND_ASCII: Final = re.compile("[^\x00-\x7f]+")
 
 
@@ -163,10 +183,12 @@ def age_text(created: str | None) -> str:
 
 def print_rows(titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:
     """Columns under their titles, each as wide as it needs; those in ``right`` end at the same place."""
-    table = [titles, *(row if "".join(row).isprintable() else [shown(cell) for cell in row] for row in rows)]
+    if not all("".join(column).isprintable() for column in zip(*rows, strict=True)):
+        rows = [[shown(cell) for cell in row] for row in rows]
+    table = [titles, *rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    line = "  ".join(f"{{:{'>' if column in right else '<'}{width}}}" for column, width in enumerate(widths)).format
-    sys.stdout.write("\n".join([line(*row).rstrip() for row in table]) + "\n")
+    line = "  ".join(f"%{'' if column in right else '-'}{width}s" for column, width in enumerate(widths))
+    sys.stdout.write("\n".join([(line % tuple(row)).rstrip() for row in table]) + "\n")
 
 
 _SHOWN_AFTER_S: Final = 0.5

@@ -2,7 +2,7 @@
 
 Guarantees: decides by the code that managers use (``catalog.retention``); refuses while a running save holds the root,
 and names the holder. ``--dry-run`` locks and changes nothing. What is deleted vanishes by one rename, before its files
-go.
+go: what is left of them when this is interrupted, the next one removes.
 """
 
 from __future__ import annotations
@@ -108,6 +108,8 @@ def _pruned(storage: Storage, template: str, keep: Keep) -> list[_PrunedStep]:
         hidden: list[str] = []
         catalog.apply_retention(None, hidden.append)
         there = set(catalog.entries())
+        if not isinstance(storage, ObjectStorage):  # what a prune that was interrupted has hidden, too
+            hidden = [found.entry for found in storage.unsettled() if found.kind == "trash"]
         for name in hidden:
             remove_hidden(storage, name)  # or else `recover`, or the next manager: it is invisible
     return [

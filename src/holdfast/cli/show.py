@@ -11,7 +11,7 @@ import fnmatch
 import functools
 import math
 import sys
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 
@@ -20,7 +20,6 @@ from holdfast.cli.ls import chosen_path, chosen_source
 from holdfast.cli.output import AsJson, age_text, plain_number, print_json, print_rows, shown
 from holdfast.errors import CheckpointNotFound, ConfigError
 from holdfast.export.verify import is_export
-from holdfast.loader.checkpoint import Checkpoint
 from holdfast.loader.outline import outline_of
 from holdfast.loader.sources.open import open_source
 from holdfast.state.gc_pause import gc_paused
@@ -30,9 +29,11 @@ if TYPE_CHECKING:
 
     import torch
 
-    from holdfast.loader.checkpoint import Index
+    from holdfast.loader.checkpoint import Checkpoint, Index
     from holdfast.loader.outline import Outline, OutlinedTensor
     from holdfast.loader.sources.holdfast import CheckpointSource, StoredObject
+
+_T = TypeVar("_T")
 
 
 def show(
@@ -52,8 +53,7 @@ def show(
     source = _opened(path, step)
     outline = outline_of(source)
     with gc_paused():
-        tensors = {name: outline.tensors[name] for name in sorted(outline.tensors) if _matches(name, pattern)}
-        objects = {name: outline.objects[name] for name in sorted(outline.objects) if _matches(name, pattern)}
+        tensors, objects = _matching(outline.tensors, pattern), _matching(outline.objects, pattern)
         if as_json:
             print_json("show", **_document(source, outline, tensors, objects))
             return
@@ -83,8 +83,10 @@ def _opened(path: str, step: int | None) -> CheckpointSource:
         return open_source(directory, exports=True)  # a model of save_pretrained
 
 
-def _matches(name: str, pattern: str | None) -> bool:
-    return pattern is None or fnmatch.fnmatchcase(name, pattern)
+def _matching(rows: Mapping[str, _T], pattern: str | None) -> dict[str, _T]:
+    """Return the rows whose names match, by name."""
+    names = sorted(rows)
+    return {name: rows[name] for name in names if pattern is None or fnmatch.fnmatchcase(name, pattern)}
 
 
 def _document(
@@ -146,15 +148,12 @@ def _print_head(source: CheckpointSource, outline: Outline) -> None:
 
 
 def _row(tensor: OutlinedTensor) -> tuple[str, ...]:
-    return (tensor.name, tensor.dtype, _shape(tensor.shape), _size(tensor.nbytes), str(len(tensor.shards)))
+    return (tensor.name, *_kind(tensor.dtype, tensor.shape, tensor.nbytes, len(tensor.shards)))
 
 
 @functools.lru_cache(4096)
-def _shape(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
-
-
-_size: Final = functools.lru_cache(4096)(size_text)
+def _kind(dtype: str, shape: tuple[int, ...], nbytes: int, shards: int) -> tuple[str, ...]:
+    return (dtype, "x".join(map(str, shape)) or "scalar", size_text(nbytes), str(shards))
 
 
 def _print_shards(tensors: Mapping[str, OutlinedTensor]) -> None:
@@ -207,6 +206,8 @@ def cat(
 
     Of a large tensor the elements at the edges are printed; with --json all of the slice, up to a million.
     """
+    from holdfast.loader.checkpoint import Checkpoint
+
     checkpoint = Checkpoint(chosen_source(path, step))
     if name in checkpoint.tensors:
         _cat_tensor(checkpoint, name, _index_of(part), everything=everything, as_json=as_json)

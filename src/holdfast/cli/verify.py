@@ -88,7 +88,7 @@ def _newest(rows: list[RootEntry]) -> list[RootEntry]:
     """The newest that can be read, and those with higher steps that can't: one of them would be the newest."""
     latest = [row for row in rows if row.latest] or rows[-1:]
     top = max((row.step for row in latest if row.step is not None), default=0)
-    newer = [row for row in rows if row.state == "corrupt" and row.step is not None and row.step > top]
+    newer = [row for row in rows if row.error is not None and row.step is not None and row.step > top]
     return [*newer, *latest]
 
 

@@ -98,7 +98,7 @@ def _differences(before: dict[str, RootEntry], now: dict[str, RootEntry]) -> Ite
         elif was.pinned != row.pinned:
             yield {"change": "pinned" if row.pinned else "unpinned", "step": row.step, "name": name}
     for name, row in before.items():
-        if name not in now and row.state in ("published", "stock", "corrupt"):
+        if name not in now and row.state in ("published", "stock", "corrupt", "newer"):
             yield {"change": "deleted", "step": row.step, "name": name, "kind": row.kind, "nbytes": row.nbytes}
 
 

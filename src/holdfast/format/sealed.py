@@ -12,12 +12,12 @@ is still checked for sense by the caller.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import xxhash
 
 from holdfast._version import __version__
-from holdfast.errors import CheckpointCorrupt, ConfigError
+from holdfast.errors import CheckpointCorrupt, ConfigError, HoldfastError
 from holdfast.validation import name_fault
 
 if TYPE_CHECKING:
@@ -107,6 +107,14 @@ def check_json_seal(data: bytes, *, what: str, path: str) -> None:
         )
 
 
+_NOTHING_IS_WRONG: Final = "and nothing is wrong with it"
+
+
+def is_of_newer_release(error: HoldfastError) -> bool:
+    """Return True if ``error`` is that of `require_version` for what a newer Holdfast wrote."""
+    return isinstance(error, ConfigError) and _NOTHING_IS_WRONG in str(error)
+
+
 def require_version(found: object, known: tuple[int, ...], *, what: str, path: str, writer: object = None) -> None:
     """Raise `ConfigError` unless ``found`` is a version of ``what`` that this Holdfast reads.
 
@@ -122,7 +130,7 @@ def require_version(found: object, known: tuple[int, ...], *, what: str, path: s
         install = f"pip install 'holdfast>={writer}'" if told else "pip install --upgrade holdfast"
         raise ConfigError(
             f"{path}: this {what} has format {found}, and Holdfast {__version__} reads {formats}; {wrote}, "
-            f"and nothing is wrong with it: read it with that version or a later one ({install})",
+            f"{_NOTHING_IS_WRONG}: read it with that version or a later one ({install})",
             field="path",
         )
     raise ConfigError(

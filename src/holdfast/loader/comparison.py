@@ -123,7 +123,8 @@ def compare(
     found, everything = Comparison(), takes is None
     takes = takes or (lambda _: True)
     with telling_apart(first), telling_apart(second):
-        one, other = outline_of(first), outline_of(second)
+        one = outline_of(first)
+        other = outline_of(second, like=one)
         moved, unknown = _sorted_out(found, one, other, takes)
         if values:
             _compare_values(found, first, second, sorted([*moved, *unknown]), progress)

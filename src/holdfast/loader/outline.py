@@ -58,19 +58,23 @@ class OutlinedTensor(msgspec.Struct, gc=False):
 class Outline:
     """What `outline_of` made of a source; every part is worked out when it is first asked for."""
 
-    def __init__(self, source: CheckpointSource, reads: list[tuple[Report, ListedIndex]] | None) -> None:
+    def __init__(
+        self, source: CheckpointSource, reads: list[tuple[Report, ListedIndex]] | None, like: Outline | None = None
+    ) -> None:
         self._source = source
-        self._reads = reads
+        self.reads = reads
         """None for a source that only tells by its tensors: a delta, an export, stock DCP."""
+        self._like = like
+        """Another whose reports have the same indexes."""
 
     @cached_property
     def tensors(self) -> Mapping[str, OutlinedTensor]:
         """Every tensor by its name. Raises `CheckpointCorrupt` where reports disagree."""
-        if self._reads is None:
+        if self.reads is None:
             return _listed(self._source)
         found: dict[str, OutlinedTensor] = {}
         with gc_paused():
-            for report, index in self._reads:
+            for report, index in self.reads:
                 names = [file.name for file in report.files]
                 for row in index.tensors:
                     shard = OutlinedShard(row.offsets, row.sizes, names[row.file], row.payload_offset, row.nbytes)
@@ -93,10 +97,12 @@ class Outline:
     @cached_property
     def kinds(self) -> Mapping[str, Kind]:
         """Dtype and shape of each tensor. Raises `CheckpointCorrupt` where reports disagree."""
-        if self._reads is None:
+        if self.reads is None:
             return {name: (tensor.dtype, tensor.shape) for name, tensor in self._source.tensors.items()}
+        if self._like is not None:
+            return self._like.kinds
         found: dict[str, Kind] = {}
-        for _, index in self._reads:
+        for _, index in self.reads:
             for row in index.tensors:
                 kind = (row.dtype, row.shape)
                 if found.setdefault(row.name, kind) != kind:
@@ -105,38 +111,38 @@ class Outline:
 
     @cached_property
     def objects(self) -> Mapping[str, StoredObject]:
-        if self._reads is None:
+        if self.reads is None:
             return self._source.objects
         return {
             row.name: StoredObject(row.name, report.files[row.file].name, row.offset, row.capacity)
-            for report, index in self._reads
+            for report, index in self.reads
             for row in index.objects
         }
 
     @cached_property
     def files(self) -> Mapping[str, StoredFile]:
         source = self._source
-        if self._reads is None or not isinstance(source, HoldfastSource):
+        if self.reads is None or not isinstance(source, HoldfastSource):
             return source.files
-        return covered_files(source.directory, source.manifest, (read[0] for read in self._reads), all_there=True)
+        return covered_files(source.directory, source.manifest, (read[0] for read in self.reads), all_there=True)
 
     def unlike(self, other: Outline) -> tuple[list[str], list[str]]:
         """Return names of tensors of one kind in both whose bytes may differ: with other checksums of the same boxes,
         and those whose checksums can't be compared.
         """
         with gc_paused():
-            if self._reads is None or other._reads is None:
+            if self.reads is None or other.reads is None:
                 both = [name for name, kind in self.kinds.items() if other.kinds.get(name) == kind]
                 return [], [name for name in both if whole(self.kinds[name][1]).volume]
-            if [report.index for report, _ in self._reads] == [report.index for report, _ in other._reads]:
-                return _other_sums(self._reads, other._reads), []
+            if other._like is self or self._like is other:
+                return _other_sums(self.reads, other.reads), []
             return _other_boxes(self, other)
 
     def sums(self) -> dict[str, Any]:
         """Return what is stored of each tensor: a (box, checksum), or the frozenset of several."""
         found: dict[str, Any] = {}
         more: dict[str, set[Any]] = {}
-        for report, index in self._reads or ():
+        for report, index in self.reads or ():
             sums = memoryview(report.tensor_sums).cast("Q")
             for row, known in zip(index.tensors, sums, strict=True):
                 entry = (row.offsets, row.sizes, known)
@@ -147,8 +153,11 @@ class Outline:
         return found
 
 
-def outline_of(source: CheckpointSource) -> Outline:
-    """Outline ``source``. Raises `CheckpointCorrupt`, `StorageError`, as reading its reports."""
+def outline_of(source: CheckpointSource, *, like: Outline | None = None) -> Outline:
+    """Outline ``source``; half of the work is saved where its tensors lie as in ``like``, as those of another step do.
+
+    Raises `CheckpointCorrupt`, `StorageError`, as reading its reports.
+    """
     if not isinstance(source, HoldfastSource) or source.manifest.chain:
         return Outline(source, None)
     lines = source.manifest.reports
@@ -159,12 +168,23 @@ def outline_of(source: CheckpointSource) -> Outline:
 
     take_turns([partial(take, at) for at in range(len(lines))], source.small_reads_at_a_time)
     reports = [report for report in read if report is not None]
+    known = [] if like is None else like.reads or []
     with gc_paused():
-        paths = [os.path.join(source.directory, line.name) for line in lines]
-        reads = [(report, list_index(report, path=path)) for report, path in zip(reports, paths, strict=True)]
-        found = Outline(source, reads)
+        if known and [_layout(report) for report in reports] == [_layout(report) for report, _ in known]:
+            reads = [(report, index) for report, (_, index) in zip(reports, known, strict=True)]
+        else:
+            like = None
+            paths = [os.path.join(source.directory, line.name) for line in lines]
+            reads = [(report, list_index(report, path=path)) for report, path in zip(reports, paths, strict=True)]
+        found = Outline(source, reads, like)
         _ = found.files  # files that two reports cover, or none: what they tell isn't to be believed
     return found
+
+
+def _layout(report: Report) -> tuple[object, ...]:
+    """Return all that what `list_index` returns, or raises, depends on."""
+    files = [(file.size, file.offset, file.total) for file in report.files]
+    return report.index, files, len(report.tensor_sums)
 
 
 def _put_in_order(tensor: OutlinedTensor) -> None:

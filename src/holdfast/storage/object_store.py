@@ -51,6 +51,8 @@ REQUEST_S: Final = (15.0, 5.0, 2.0, 1.0, SHORTEST_S)
 """Timeouts of one request: the first that fits twice into the time left is used."""
 PATIENCE_S: Final = 45.0
 """How long one call is retried while the store doesn't answer or reports that it is unavailable."""
+FIRST_ANSWER_S: Final = 10.0
+"""How long a store that has answered nothing yet is tried in a process that has called `expect_answers_soon`."""
 FIRST_PAUSE_S: Final = 0.05
 LAST_PAUSE_S: Final = 2.0
 PART_BYTES: Final = 8 << 20
@@ -73,6 +75,8 @@ _CHECKING_HOSTS: Final = (".amazonaws.com", ".amazonaws.com.cn")
 """Where S3 itself answers; of what calls itself compatible, some take a checksum and don't look."""
 _weaker: dict[str, int] = {}
 """By endpoint and bucket, which of `_CHECKSUMS` was found to be accepted, if not the first."""
+_answered: set[str] | None = None
+"""Endpoints and buckets that have answered; None where all are given `PATIENCE_S`."""
 _bare_tags: set[str] = set()
 """Endpoints and buckets that compare ETags without the quotes around them, as Ceph's gateway does for If-Match."""
 AGAIN: Final = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EAGAIN, errno.EBADMSG})
@@ -121,6 +125,15 @@ ADVICE: Final = {
     errno.EBADMSG: "what the store gets is not what was sent: check the network, and proxies on the way",
     errno.EINVAL: "see what the store says, and check URL, region and endpoint",
 }
+
+
+def expect_answers_soon() -> None:
+    """Give up on a store that has answered nothing after `FIRST_ANSWER_S`, in all of this process: for a command.
+
+    Who has mistyped an endpoint wants to know; a job that runs for weeks wants its store back.
+    """
+    global _answered  # noqa: PLW0603
+    _answered = set()
 
 
 class Tag(NamedTuple):
@@ -429,6 +442,7 @@ class ObjectStore:
     def _call(self, doing: str, name: str, act: Callable[[Any], _T], ends_s: float) -> _T:
         """Call ``act`` until it succeeds, and return its result; it must be safe to repeat."""
         give_up_s = self._patience(ends_s)
+        ends_s = ends_s if self._has_answered else min(ends_s, give_up_s)
         pause_s = FIRST_PAUSE_S
         level, refused = self._level, None
         while True:
@@ -436,6 +450,8 @@ class ObjectStore:
                 result = act(self._client_for(ends_s, level))
             except Exception as error:
                 problem = _problem(error, doing, self.url_of(name))
+                if _answered is not None and problem.errno not in {errno.ETIMEDOUT, errno.EHOSTUNREACH}:
+                    _answered.add(self._server)
                 if problem.errno == errno.EINVAL and doing == "write" and level < self._last_level:
                     refused, level = refused or problem, level + 1
                     continue
@@ -447,7 +463,11 @@ class ObjectStore:
             pause_s = pause(pause_s)
 
     def _patience(self, ends_s: float) -> float:
-        return min(ends_s, time.monotonic() + PATIENCE_S)
+        return min(ends_s, time.monotonic() + (PATIENCE_S if self._has_answered else FIRST_ANSWER_S))
+
+    @property
+    def _has_answered(self) -> bool:
+        return _answered is None or self._server in _answered
 
     @property
     def _last_level(self) -> int:
@@ -459,7 +479,9 @@ class ObjectStore:
         return _weaker.get(self._server, 0) if self._ladder else self._last_level
 
     def _accepted(self, level: int, refused: StorageError | None) -> None:
-        """Remember a weaker checksum, if the server has refused a better one for the same data."""
+        """Remember that the server answers; and a weaker checksum, if it has refused a better one for the same data."""
+        if _answered is not None:
+            _answered.add(self._server)
         if refused is not None:
             _weaker[self._server] = level
             what = _CHECKSUMS[level].get("aws_checksum_algorithm", "signed payloads")

@@ -1,6 +1,6 @@
 // Every entry of the root as a row: size, metrics, age, verification, and why retention keeps it.
 
-const STATE_KIND = { published: "", corrupt: "bad", "in work": "good", "left behind": "warn", trash: "", stock: "warn" };
+const STATE_KIND = { published: "", corrupt: "bad", newer: "warn", "in work": "good", "left behind": "warn", trash: "", stock: "warn" };
 
 const writer = (row) => Object.entries(row.versions ?? {}).map(([name, version]) => `${name} ${version}`).join(", ");
 const keptText = (row) => (row.kept ?? []).map((reason) => reason.replace(/^the /, ""));
