@@ -23,7 +23,7 @@ from holdfast.catalog.catalog import Pins, oldest_first
 from holdfast.catalog.root import ask_each, foreign_steps, is_stock, may_be_published, step_of
 from holdfast.errors import ConfigError, HoldfastError, StorageError
 from holdfast.format.manifest import Manifest
-from holdfast.format.sealed import is_of_newer_release
+from holdfast.format.sealed import NewerFormat
 from holdfast.storage import leases as lease
 from holdfast.storage.entries import HiddenEntry, hidden_name, parse_hidden, read_manifest
 from holdfast.storage.local import open_storage
@@ -218,7 +218,7 @@ def _unread_row(storage: Storage, name: str, error: HoldfastError) -> RootEntry:
     return RootEntry(
         name=name,
         path=path,
-        state="newer" if is_of_newer_release(error) else "corrupt",
+        state="newer" if isinstance(error, NewerFormat) else "corrupt",
         step=step_of(name, DEFAULT_TEMPLATE),
         nbytes=_bytes_of(storage, name),
         created=_changed_of(storage, name),

@@ -12,12 +12,12 @@ is still checked for sense by the caller.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from holdfast._version import __version__
-from holdfast.errors import CheckpointCorrupt, ConfigError, HoldfastError
+from holdfast.errors import CheckpointCorrupt, ConfigError
 from holdfast.validation import name_fault
 
 if TYPE_CHECKING:
@@ -107,12 +107,8 @@ def check_json_seal(data: bytes, *, what: str, path: str) -> None:
         )
 
 
-_NOTHING_IS_WRONG: Final = "and nothing is wrong with it"
-
-
-def is_of_newer_release(error: HoldfastError) -> bool:
-    """Return True if ``error`` is that of `require_version` for what a newer Holdfast wrote."""
-    return isinstance(error, ConfigError) and _NOTHING_IS_WRONG in str(error)
+class NewerFormat(ConfigError):
+    """A newer Holdfast wrote this; nothing is wrong with it."""
 
 
 def require_version(found: object, known: tuple[int, ...], *, what: str, path: str, writer: object = None) -> None:
@@ -128,9 +124,9 @@ def require_version(found: object, known: tuple[int, ...], *, what: str, path: s
         told = isinstance(writer, str) and _RELEASE.fullmatch(writer) is not None and writer != __version__
         wrote = f"it was written by Holdfast {writer}" if told else "it was written by a newer Holdfast"
         install = f"pip install 'holdfast>={writer}'" if told else "pip install --upgrade holdfast"
-        raise ConfigError(
+        raise NewerFormat(
             f"{path}: this {what} has format {found}, and Holdfast {__version__} reads {formats}; {wrote}, "
-            f"{_NOTHING_IS_WRONG}: read it with that version or a later one ({install})",
+            f"and nothing is wrong with it: read it with that version or a later one ({install})",
             field="path",
         )
     raise ConfigError(
