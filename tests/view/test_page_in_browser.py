@@ -218,6 +218,24 @@ def test_tabs_follow_the_keyboard_and_the_address(opened):
     opened.press("Escape")
 
 
+def test_what_has_the_focus_is_seen_to_have_it(opened):
+    opened.go("steps")
+    opened.wait("return document.querySelector('#panel-steps tr.row')")
+    ring = "const found = getComputedStyle(document.activeElement); return [found.outlineStyle, found.outlineWidth]"
+    reached = set()
+    for _ in range(12):
+        opened.press("Tab")
+        role = opened.run("return document.activeElement.getAttribute('role') ?? document.activeElement.tagName")
+        reached.add(role)
+        if role == "grid":
+            border = "return getComputedStyle(document.activeElement.parentNode).borderTopColor === arguments[0]"
+            accent = opened.run("return getComputedStyle(document.querySelector('[aria-selected=true]')).color")
+            assert opened.run(border, accent), "its frame has the accent's colour"
+        elif role != "BODY":
+            assert opened.run(ring) == ["solid", "2px"], role
+    assert {"tab", "BUTTON", "INPUT", "SELECT", "grid"} <= reached
+
+
 def test_the_switch_and_the_preference_choose_colours(opened):
     theme = "return document.documentElement.dataset.theme"
     assert opened.run(theme) == "light"
