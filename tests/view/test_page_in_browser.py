@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from browser import MISSING, Browser, browser
 from job import Job
 from large_root import make_root
@@ -259,6 +260,32 @@ def test_narrow_screens_dont_scroll_sideways(opened, width):
         opened.go(*route)
         opened.wait("return !document.querySelector('[role=tabpanel]:not([hidden])').innerText.includes('…\\n')")
         assert opened.run("return document.documentElement.scrollWidth") <= width, route
+
+
+def test_what_is_suspicious_is_seen_first_and_fits(window, tmp_path):
+    job = Job(tmp_path / "root")
+    job.step(1)
+    with torch.no_grad():
+        job.optimizer.state[job.model["layers"][0]["attn"].weight]["exp_avg_sq"][0] = math.nan
+    job.step(2)
+    job.close()
+    out = tmp_path / "report.html"
+    command = [sys.executable, "-m", "holdfast", "report", str(tmp_path / "root"), "-o", str(out)]
+    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    window.open(out.as_uri())
+    window.resize(400, 900)
+    window.go("steps")
+    window.wait("return document.querySelector('#panel-steps tr.row')")
+    first = "return document.querySelector('#panel-steps .chip.bad')"
+    assert window.run(f"{first}.parentNode.firstChild === document.querySelector('#panel-steps .chip.bad')")
+    assert window.run(f"{first}.innerText") == "suspicious"
+    for route in (("timeline",), ("checkpoint", "step-2")):
+        window.go(*route)
+        window.wait(
+            "return document.querySelector('[role=tabpanel]:not([hidden])').innerText.includes('NaN or Inf has')"
+        )
+        assert window.run("return document.documentElement.scrollWidth") <= 400, route
+    assert window.bad() == []
 
 
 @pytest.mark.skipif(AXE is None, reason="no axe-core here: npm install axe-core, and HOLDFAST_AXE=.../node_modules")
