@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from browser import MISSING, Browser, browser
 from job import Job
 from large_root import make_root
@@ -218,6 +219,24 @@ def test_tabs_follow_the_keyboard_and_the_address(opened):
     opened.press("Escape")
 
 
+def test_what_has_the_focus_is_seen_to_have_it(opened):
+    opened.go("steps")
+    opened.wait("return document.querySelector('#panel-steps tr.row')")
+    ring = "const found = getComputedStyle(document.activeElement); return [found.outlineStyle, found.outlineWidth]"
+    reached = set()
+    for _ in range(12):
+        opened.press("Tab")
+        role = opened.run("return document.activeElement.getAttribute('role') ?? document.activeElement.tagName")
+        reached.add(role)
+        if role == "grid":
+            border = "return getComputedStyle(document.activeElement.parentNode).borderTopColor === arguments[0]"
+            accent = opened.run("return getComputedStyle(document.querySelector('[aria-selected=true]')).color")
+            assert opened.run(border, accent), "its frame has the accent's colour"
+        elif role != "BODY":
+            assert opened.run(ring) == ["solid", "2px"], role
+    assert {"tab", "BUTTON", "INPUT", "SELECT", "grid"} <= reached
+
+
 def test_the_switch_and_the_preference_choose_colours(opened):
     theme = "return document.documentElement.dataset.theme"
     assert opened.run(theme) == "light"
@@ -241,6 +260,32 @@ def test_narrow_screens_dont_scroll_sideways(opened, width):
         opened.go(*route)
         opened.wait("return !document.querySelector('[role=tabpanel]:not([hidden])').innerText.includes('…\\n')")
         assert opened.run("return document.documentElement.scrollWidth") <= width, route
+
+
+def test_what_is_suspicious_is_seen_first_and_fits(window, tmp_path):
+    job = Job(tmp_path / "root")
+    job.step(1)
+    with torch.no_grad():
+        job.optimizer.state[job.model["layers"][0]["attn"].weight]["exp_avg_sq"][0] = math.nan
+    job.step(2)
+    job.close()
+    out = tmp_path / "report.html"
+    command = [sys.executable, "-m", "holdfast", "report", str(tmp_path / "root"), "-o", str(out)]
+    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    window.open(out.as_uri())
+    window.resize(400, 900)
+    window.go("steps")
+    window.wait("return document.querySelector('#panel-steps tr.row')")
+    first = "return document.querySelector('#panel-steps .chip.bad')"
+    assert window.run(f"{first}.parentNode.firstChild === document.querySelector('#panel-steps .chip.bad')")
+    assert window.run(f"{first}.innerText") == "suspicious"
+    for route in (("timeline",), ("checkpoint", "step-2")):
+        window.go(*route)
+        window.wait(
+            "return document.querySelector('[role=tabpanel]:not([hidden])').innerText.includes('NaN or Inf has')"
+        )
+        assert window.run("return document.documentElement.scrollWidth") <= 400, route
+    assert window.bad() == []
 
 
 @pytest.mark.skipif(AXE is None, reason="no axe-core here: npm install axe-core, and HOLDFAST_AXE=.../node_modules")

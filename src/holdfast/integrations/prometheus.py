@@ -6,12 +6,13 @@
     prometheus_client.start_http_server(9090)
 
 Guarantees: the names, units and labels are those of `holdfast.integrations.telemetry.METRICS`. A save is never held up
-by a scrape.
+by a scrape. Counters are there from the start, at 0, so the first failure shows as an increase.
 Does not: serve anything, or push: `prometheus_client` does.
 """
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import prometheus_client
@@ -59,4 +60,8 @@ def _made(metric: Metric, registry: Any) -> Any:
     if metric.kind == "histogram":
         return prometheus_client.Histogram(metric.name, metric.help, buckets=SECONDS, registry=registry)
     kind = prometheus_client.Counter if metric.kind == "counter" else prometheus_client.Gauge
-    return kind(metric.name, metric.help, metric.labels, registry=registry)
+    made = kind(metric.name, metric.help, metric.labels, registry=registry)
+    if metric.known:
+        for values in product(*metric.known):
+            made.labels(*values)
+    return made

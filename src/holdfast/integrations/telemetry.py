@@ -40,11 +40,21 @@ class Metric:
     unit: str
     help: str
     labels: tuple[str, ...] = ()
+    known: tuple[tuple[str, ...], ...] = ()
+    """Of each label the values that there may be: a counter that starts at 0 tells its first event as an increase."""
 
 
+_KINDS: Final = ("checkpoint", "export")
+_OUTCOMES: Final = ("published", "failed", "skipped")
 _METRICS: Final = (
-    Metric("holdfast_saves_total", "holdfast.saves", "counter", "1", "Saves that have ended", ("kind", "outcome")),
-    Metric("holdfast_save_bytes_total", "holdfast.save.bytes", "counter", "By", "Bytes of this rank", ("kind",)),
+    Metric(
+        "holdfast_saves_total", "holdfast.saves", "counter", "1", "Saves that have ended",
+        ("kind", "outcome"), (_KINDS, _OUTCOMES),
+    ),
+    Metric(
+        "holdfast_save_bytes_total", "holdfast.save.bytes", "counter", "By", "Bytes of this rank",
+        ("kind",), (_KINDS,),
+    ),
     Metric("holdfast_save_stall_seconds", "holdfast.save.stall", "histogram", "s", "Time a save held up training"),
     Metric("holdfast_save_staging_seconds", "holdfast.save.staging", "histogram", "s", "Time a save copied the state"),
     Metric("holdfast_save_persist_seconds", "holdfast.save.persist", "histogram", "s", "Time until bytes were durable"),
@@ -58,13 +68,28 @@ _METRICS: Final = (
         "s",
         "When it was published, since the epoch: its age is time() less this",
     ),
-    Metric("holdfast_suspicious_saves_total", "holdfast.suspicious", "counter", "1", "Suspicious saves", ("what",)),
+    Metric(
+        "holdfast_suspicious_saves_total", "holdfast.suspicious", "counter", "1", "Suspicious saves",
+        ("what",), (("stale", "replicas", "nonfinite"),),
+    ),
     Metric("holdfast_deleted_checkpoints_total", "holdfast.deleted", "counter", "1", "Steps that retention deleted"),
-    Metric("holdfast_loads_total", "holdfast.loads", "counter", "1", "Loads that have ended", ("outcome",)),
+    Metric(
+        "holdfast_loads_total", "holdfast.loads", "counter", "1", "Loads that have ended",
+        ("outcome",), (("finished", "fallback"),),
+    ),
     Metric("holdfast_load_duration_seconds", "holdfast.load.duration", "histogram", "s", "Time a load took"),
-    Metric("holdfast_mirror_uploads_total", "holdfast.mirror.uploads", "counter", "1", "Uploads ended", ("outcome",)),
-    Metric("holdfast_recoveries_total", "holdfast.recoveries", "counter", "1", "What a start settled", ("what",)),
-    Metric("holdfast_signals_total", "holdfast.signals", "counter", "1", "Signals to save on", ("signal",)),
+    Metric(
+        "holdfast_mirror_uploads_total", "holdfast.mirror.uploads", "counter", "1", "Uploads ended",
+        ("outcome",), (("mirrored", "failed", "dropped"),),
+    ),
+    Metric(
+        "holdfast_recoveries_total", "holdfast.recoveries", "counter", "1", "What a start settled",
+        ("what",), (("rolled_forward", "removed", "restored"),),
+    ),
+    Metric(
+        "holdfast_signals_total", "holdfast.signals", "counter", "1", "Signals to save on",
+        ("signal",), (("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"),),
+    ),
     Metric("holdfast_sync_published_version", "holdfast.sync.published", "gauge", "1", "Newest published version"),
     Metric("holdfast_sync_version", "holdfast.sync.version", "gauge", "1", "Version that this receiver uses"),
     Metric("holdfast_sync_fetch_seconds", "holdfast.sync.fetch", "histogram", "s", "Time a version took to fetch"),
@@ -72,7 +97,6 @@ _METRICS: Final = (
 )  # fmt: skip
 METRICS: Final[Mapping[str, Metric]] = {metric.name: metric for metric in _METRICS}
 
-_OUTCOMES: Final = {"published": "published", "failed": "failed", "skipped": "skipped"}
 Value = tuple[str, float, dict[str, str]]
 
 

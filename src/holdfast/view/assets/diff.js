@@ -51,7 +51,7 @@ const MEASURES = {
   relative: { title: "relative change of values", of: (row) => (row.kind === "same" ? 0 : row.values?.relative ?? null), text: figure },
   max_abs: { title: "largest change of a value", of: (row) => (row.kind === "same" ? 0 : row.values?.max_abs ?? null), text: figure },
 };
-const HEAT = { cell: 22, left: 190, top: 116, columns: 48, rows: 400 };
+const HEAT = { cell: 22, left: 190, least: 60, top: 116, columns: 48, rows: 400 };
 
 const diff = {
   id: "diff",
@@ -77,7 +77,7 @@ const diff = {
         { title: "tensor", value: (row) => row.name, cell: (row) => h("code", { title: row.name }, row.name) },
         { title: "what", width: "160px", value: (row) => KINDS[row.kind], cell: (row) => h("span", { class: `chip ${{ added: "good", removed: "bad", reshaped: "warn", unknown: "warn" }[row.kind] ?? ""}` }, KINDS[row.kind]) },
         { title: "size", width: "92px", end: true, value: (row) => row.nbytes, cell: (row) => bytes(row.nbytes) },
-        { title: "bytes changed", width: "116px", end: true, value: (row) => row.share, cell: (row) => percent(row.share) },
+        { title: "bytes changed", width: "136px", end: true, value: (row) => row.share, cell: (row) => percent(row.share) },
         { title: "relative", width: "92px", end: true, value: (row) => row.values?.relative ?? null, cell: (row) => figure(row.values?.relative ?? null) },
         { title: "max abs", width: "92px", end: true, value: (row) => row.values?.max_abs ?? null, cell: (row) => figure(row.values?.max_abs ?? null) },
       ],
@@ -135,7 +135,7 @@ const diff = {
         h("div", { class: "bar" },
           choice("part", [["", "everything"], ...parts.map((part) => [part, part])], this.part, (value) => { this.part = value; this.picked = null; this.map(); this.list(); }),
           choice("show", Object.entries(MEASURES).filter(([key]) => LIVE || key === "share").map(([key, { title }]) => [key, title]), this.measure, (value) => { this.measure = value; this.map(); }),
-          this.values)),
+          LIVE && this.values)),
       h("div", { class: "scroll", style: { "max-height": "560px", border: "0" }, tabindex: "0", role: "region", "aria-label": "Heat map, scrollable" }, this.heat.box), this.legend),
       h("section", { class: "card" }, h("header", {}, h("h2", {}, "Tensors"), this.note), h("div", { class: "bar", style: { "margin-bottom": "12px" } }, this.search), this.grid.box));
     this.map();
@@ -161,10 +161,13 @@ const diff = {
     this.focus ??= [0, 0];
     this.most = MEASURES[this.measure].most ?? Math.max(1e-30, ...[...cells.values()].map((cell) => this.valueOf(cell) ?? 0));
     this.heat.box.style.height = `${HEAT.top + this.layers.length * HEAT.cell + 6}px`;
-    this.heat.box.style.width = `${Math.max(320, HEAT.left + this.kinds.length * HEAT.cell + 60)}px`;
+    const context = this.heat.canvas.getContext("2d"), shared = commonStart(this.layers);
+    const widest = this.layers.reduce((most, layer) => Math.max(most, context.measureText(layer.slice(shared)).width), HEAT.least);
+    this.left = Math.min(HEAT.left, Math.ceil(widest * 1.25) + 22);
+    this.heat.box.style.width = `${Math.max(320, this.left + this.kinds.length * HEAT.cell + 60)}px`;
     const left = kinds.size - this.kinds.length + layers.size - this.layers.length;
-    replace(this.legend, legendItem("nothing changed", "var(--sunk)"), legendItem(this.measure === "share" ? "all bytes changed" : `up to ${figure(this.most)}`, "var(--accent)"),
-      legendItem("added, removed, reshaped", "var(--warn)"), legendItem("not compared", "var(--line)"),
+    replace(this.legend, legendItem("nothing changed", "var(--sunk)", "framed"), legendItem(this.measure === "share" ? "all bytes changed" : `up to ${figure(this.most)}`, "var(--accent)"),
+      legendItem("added, removed, reshaped", "var(--warn)"), legendItem("not compared", "color-mix(in srgb, var(--soft) 45%, transparent)"),
       left > 0 && h("li", {}, `${count(left)} rows and columns are left out; the table has all`));
     this.heat.again();
   },
@@ -186,7 +189,7 @@ const diff = {
 
   draw(context) {
     if (!this.layers) return;
-    const { cell, left, top } = HEAT;
+    const { cell, top } = HEAT, { left } = this;
     context.textAlign = "right";
     context.fillStyle = ink("--soft");
     const shared = commonStart(this.layers);
@@ -206,10 +209,17 @@ const diff = {
         if (!found) continue;
         const value = this.valueOf(found);
         const odd = found.rows.some((tensor_) => ["added", "removed", "reshaped"].includes(tensor_.kind));
-        context.fillStyle = odd ? ink("--warn") : value === null ? ink("--line") : value === 0 ? ink("--sunk") : heat(this.measure === "share" ? value : Math.sqrt(value / this.most));
+        context.fillStyle = odd ? ink("--warn") : value === null ? ink("--soft") : value === 0 ? ink("--sunk") : heat(this.measure === "share" ? value : Math.sqrt(value / this.most));
         context.beginPath();
         context.roundRect(left + column * cell + 1, top + row * cell + 1, cell - 2, cell - 2, 3);
+        context.globalAlpha = value === null && !odd ? 0.45 : 1;
         context.fill();
+        context.globalAlpha = 1;
+        if (value === 0) {
+          context.strokeStyle = ink("--line");
+          context.lineWidth = 1;
+          context.stroke();
+        }
         if (found === this.picked || (document.activeElement === this.heat.box && this.focus[0] === row && this.focus[1] === column)) {
           context.strokeStyle = ink("--ink");
           context.lineWidth = 2;
@@ -220,7 +230,7 @@ const diff = {
   },
 
   cellAt(event) {
-    const column = Math.floor((event.offsetX - HEAT.left) / HEAT.cell), row = Math.floor((event.offsetY - HEAT.top) / HEAT.cell);
+    const column = Math.floor((event.offsetX - this.left) / HEAT.cell), row = Math.floor((event.offsetY - HEAT.top) / HEAT.cell);
     return this.cells?.get(`${this.layers[row]}\n${this.kinds[column]}`) ?? null;
   },
 

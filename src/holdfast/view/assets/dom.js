@@ -35,9 +35,9 @@ function sideways(label, node) {
 }
 
 /** A small table: titles, rows of cells (texts or nodes), numbers of the columns that end alike. */
-function plainTable(caption, titles, rows, ends = []) {
+function plainTable(caption, titles, rows, ends = [], look = "") {
   const side = (column) => (ends.includes(column) ? "end" : null);
-  return sideways(caption, h("table", { class: "plain" },
+  return sideways(caption, h("table", { class: `plain ${look}` },
     h("caption", {}, caption),
     h("thead", {}, h("tr", {}, titles.map((title, at) => h("th", { scope: "col", class: side(at) }, title)))),
     h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, at) => h("td", { class: side(at) }, cell)))))));

@@ -33,7 +33,7 @@ class Grid {
   title(column, at) {
     const sortable = column.value && !this.tree;
     return h("th", { role: "columnheader", scope: "col", class: column.end ? "end" : null },
-      sortable ? h("button", { type: "button", tabindex: "-1", onclick: () => this.sortBy(at) }, column.title) : column.title);
+      sortable ? h("button", { type: "button", onclick: () => this.sortBy(at) }, column.title) : column.title);
   }
 
   /** Show ``rows``; the active one stays so if ``key`` finds it again. */

@@ -48,11 +48,17 @@ const lineage = {
     }
     const newest = Math.max(...versions.keys());
     const have = (version) => [...holders].filter(([, event]) => event.version === version).map(([name]) => name);
+    const columns = [["version", (row) => String(row.version)], ["step", (row) => (row.step === null ? NONE : count(row.step))],
+      ["published", (row) => h("span", { class: "nowrap" }, when(row.published))], ["received", (row) => count(row.received)],
+      ["slowest", (row) => seconds(row.slowest || null)], ["who has it now", (row) => have(row.version).slice(0, 12).join(", ") || NONE]];
+    const known = { step: [...versions.values()].some((row) => row.step !== null) };
+    for (const title of ["received", "slowest", "who has it now"]) known[title] = holders.size > 0;
+    const told = columns.filter(([title]) => known[title] ?? true);
+    const ends = told.map(([title], at) => (["step", "received", "slowest"].includes(title) ? at : -1));
     return h("div", { class: "two" },
-      card("Weight versions", "from the journal", plainTable("Versions, the newest first", ["version", "step", "published", "received", "slowest", "who has it now"],
-        [...versions.values()].sort((a, b) => b.version - a.version).slice(0, 100).map((row) => [String(row.version), row.step === null ? NONE : count(row.step),
-          h("span", { class: "nowrap" }, when(row.published)), count(row.received), seconds(row.slowest || null), have(row.version).slice(0, 12).join(", ") || NONE]), [1, 3, 4])),
-      card("Who has which", null, plainTable("Receivers", ["receiver", "version", "behind", "since"], [...holders].sort(([a], [b]) => natural(a, b)).map(([name, event]) => [
+      card("Weight versions", "from the journal", plainTable("Versions, the newest first", told.map(([title]) => title),
+        [...versions.values()].sort((a, b) => b.version - a.version).slice(0, 100).map((row) => told.map(([, cell]) => cell(row))), ends)),
+      card("Who has which", null, !holders.size ? h("p", { class: "empty" }, "No receiver has told this journal. Those of other processes tell their own hooks.") : plainTable("Receivers", ["receiver", "version", "behind", "since"], [...holders].sort(([a], [b]) => natural(a, b)).map(([name, event]) => [
         name, String(event.version), newest - event.version ? h("span", { class: "chip warn" }, count(newest - event.version)) : h("span", { class: "chip good" }, "newest"), `${ago(event.t)} ago`]), [])));
   },
 
@@ -75,7 +81,7 @@ function branchPicture(rows, known, order) {
   const narrow = innerWidth < 760 && rows.length <= 40; // as many dots fit; more scroll sideways
   const width = narrow ? 420 : 1000, gap = 52, left = 92, right = 40, top = 26;
   const least = rows.reduce((found, row) => Math.min(found, row.step), Infinity), most = rows.reduce((found, row) => Math.max(found, row.step), 0);
-  const height = top + order.length * gap + 14;
+  const height = top + (order.length - 1) * gap + 34;
   const x = linear(least, most, left, width - right);
   const y = (branch) => top + order.indexOf(branch) * gap + 12;
   const parts = [];

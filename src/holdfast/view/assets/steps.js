@@ -33,14 +33,14 @@ const steps = {
     return [
       { title: "step", end: true, width: "76px", value: (row) => row.step, cell: (row) => (row.step === null ? NONE : count(row.step)) },
       { title: "name", width: "112px", value: (row) => row.name, cell: (row) => row.name },
-      { title: "state", width: "140px", value: (row) => row.state, cell: stateChips },
+      { title: "state", width: "168px", value: (row) => row.state, cell: stateChips },
       { title: "size", end: true, width: "88px", value: (row) => row.nbytes, cell: (row) => bytes(row.nbytes) },
       { title: "age", end: true, width: "78px", value: (row) => (row.created === null ? null : -row.created), cell: (row) => ago(row.created) },
       ...metrics.map((name) => ({
         title: name, end: true, width: "92px", value: (row) => metricNumber(row.metrics?.[name] ?? null),
         cell: (row) => figure(row.metrics?.[name] ?? null),
       })),
-      { title: "kept because", width: "236px", value: (row) => keptText(row).join(" "), cell: keptChips },
+      { title: "kept because", width: "280px", value: (row) => keptText(row).join(" "), cell: keptChips },
       { title: "verified", width: "104px", value: (row) => row.verified?.t ?? null, cell: verifiedChip },
       { title: "ranks", end: true, width: "66px", value: (row) => row.world, cell: (row) => count(row.world) },
       { title: "written by", width: "184px", value: writer, cell: (row) => writer(row) || NONE },
@@ -52,7 +52,7 @@ const steps = {
     if (!this.grid || metrics.join() !== this.metrics) {
       this.metrics = metrics.join();
       this.grid = new Grid({
-        caption: "Entries of this root", columns: this.columns(metrics), height: 620, least: 1094 + 92 * metrics.length,
+        caption: "Entries of this root", columns: this.columns(metrics), height: 620, least: 1166 + 92 * metrics.length,
         sort: { at: 4, down: false }, key: (row) => row.name, open: (row) => this.open(row),
       });
       replace(this.place, this.grid.box);
@@ -89,11 +89,12 @@ const steps = {
 
 function stateChips(row) {
   const chip = (text, kind = "") => h("span", { class: `chip ${kind}` }, text);
-  return h("span", { title: row.error ?? row.held_by ?? null }, row.state === "published" ? null : chip(row.state, STATE_KIND[row.state]),
-    row.latest && chip("latest", "good"), row.pinned && chip("pinned", "good"), row.kind === "export" && chip("export"),
+  const told = [row.state === "published" ? null : chip(row.state, STATE_KIND[row.state]),
+    row.suspicious && chip("suspicious", "bad"), row.latest && chip("latest", "good"), row.pinned && chip("pinned", "good"), row.kind === "export" && chip("export"),
     row.kind === "checkpoint" && row.state === "published" && !row.resumable && chip("model only"),
-    row.chain && chip(`delta to ${row.chain.at(-1)}`), row.standing === false && chip("abandoned", "warn"), row.suspicious && chip("suspicious", "bad"),
-    row.state === "published" && !row.latest && !row.pinned ? h("span", { class: "soft" }, "durable") : null);
+    row.chain && chip(`delta to ${row.chain.at(-1)}`), row.standing === false && chip("abandoned", "warn")].filter(Boolean);
+  const why = row.error ?? row.held_by ?? row.suspicious?.map((one) => one.message).join("\n") ?? null;
+  return h("span", { title: why || null }, told.length ? told : h("span", { class: "soft" }, "durable"));
 }
 
 function keptChips(row) {

@@ -12,6 +12,7 @@ const tensor = {
 
   async show([name, wanted]) {
     name ??= shownCheckpoints()[0];
+    this.name = name;
     const asked = (this.asked = `${name} ${wanted}`);
     const find = searchBox("Name of a tensor", (text) => this.suggest(name, text));
     this.found = h("div", { class: "bar" });
@@ -58,7 +59,8 @@ const tensor = {
   },
 
   absent() {
-    return h("p", { class: "notice" }, "This report has no statistics of this tensor. ",
+    const told = packedOf("statistics") && document.querySelector('script[data-kind="checkpoint"]').dataset.name;
+    return h("p", { class: "notice" }, "This report has no statistics of this tensor. ", told && told !== this.name && [`It has those of ${told}. `],
       h("code", {}, "holdfast view"), " reads them when asked, ", h("code", {}, "holdfast report --stats"), " takes some along.");
   },
 

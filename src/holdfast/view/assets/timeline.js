@@ -353,7 +353,7 @@ function outcomeChip(save) {
   return h("span", {}, h("span", { class: `chip ${kind}` }, text), save.outcome === "failed" ? (save.error ?? "") : "");
 }
 
-const legendItem = (text, colour) => h("li", {}, h("span", { class: "swatch", style: { background: colour } }), text);
+const legendItem = (text, colour, look = "") => h("li", {}, h("span", { class: `swatch ${look}`, style: { background: colour } }), text);
 
 const link = (text, ...route) => h("a", { href: `#${route.map(encodeURIComponent).join("/")}` }, text);
 
@@ -388,7 +388,7 @@ function goodputCard() {
 const EVENT_TEXT = {
   "save.missed": (event) => `step ${event.step}: ${event.reason ?? "an earlier save was in work"}`,
   "checkpoint.deleted": (event) => `${event.name ?? `step ${event.step}`}${event.reason ? `: ${event.reason}` : ""}`,
-  "load.finished": (event) => `${event.name ?? `step ${event.step}`} in ${seconds(event.seconds)}, ${bytes(event.nbytes)}`,
+  "load.finished": (event) => `${event.name ?? `step ${event.step}`} in ${seconds(event.seconds)}${isNumber(event.nbytes) ? `, ${bytes(event.nbytes)}` : ""}`,
   "load.fallback": (event) => `${event.name ?? `step ${event.step}`} was passed over: ${event.error ?? ""}`,
   recovery: (event) => `${event.name ?? ""} ${String(event.what ?? "").replaceAll("_", " ")}`,
   signal: (event) => String(event.signal ?? ""),
@@ -405,7 +405,7 @@ function eventsCard() {
     plainTable("Other events, the newest first", ["when", "what", "of what"], rows.map((event) => [
       h("span", { class: "nowrap" }, when(event.t)),
       h("span", { class: `chip ${event.kind === "warning" || event.kind === "load.fallback" ? "warn" : ""}` }, event.kind.replaceAll(".", " ")),
-      EVENT_TEXT[event.kind]?.(event) ?? ""])));
+      EVENT_TEXT[event.kind]?.(event) ?? ""]), [], "events"));
 }
 
 views.push(timeline);
