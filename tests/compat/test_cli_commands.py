@@ -25,6 +25,7 @@ import holdfast
 from holdfast.catalog.listing import size_text
 from holdfast.cli.output import age_text, shown
 from holdfast.storage.locks import RootLock
+from holdfast.view.model import summary_of
 
 SOURCE = str(Path(holdfast.__file__).parents[1])
 PAGE = Path(__file__).parents[2] / "docs" / "command-line.md"
@@ -391,6 +392,15 @@ def test_a_directory_above_a_root_leads_to_it(root: Path, tmp_path: Path) -> Non
     assert run("prune", lab, "--last", 1, "--dry-run").stdout.endswith(below)
     reported = run("report", lab, "-o", tmp_path / "page.html")
     assert (reported.returncode, reported.stderr.endswith(below)) == (0, True), reported.stderr
+
+
+def test_the_page_tells_what_was_verified(root: Path, tmp_path: Path) -> None:
+    data = next(path for path in (root / "step-1").iterdir() if path.suffix == ".distcp")
+    data.write_bytes(bytes(data.stat().st_size))
+    assert run("verify", root).returncode == 1
+    assert run("verify", root / "step-2").returncode == 0
+    noted = {row["name"]: row.get("verified") for row in summary_of(str(root))["steps"]}
+    assert {name: found["problems"] for name, found in noted.items()} == {"step-1": 1, "step-2": 0, "step-3": 0}
 
 
 def test_looking_imports_no_torch(made: Path) -> None:

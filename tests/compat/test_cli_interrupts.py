@@ -28,7 +28,10 @@ MADE = Path(__file__).parents[1] / "view" / "large_root.py"
 
 
 def interrupted(directory: Path, *arguments: object, after_s: float) -> tuple[int, str]:
-    """Run on a terminal, press Ctrl-C after so long or once it has ended; return the status and what it printed."""
+    """Run on a terminal, press Ctrl-C after so long, unless it has ended; return the status and what it printed.
+
+    Not before Python has come to a package of ours: what it prints when it is interrupted by itself isn't ours.
+    """
     ours, theirs = pty.openpty()
     with subprocess.Popen(
         command(*arguments),
@@ -43,6 +46,8 @@ def interrupted(directory: Path, *arguments: object, after_s: float) -> tuple[in
         try:
             process.wait(after_s)
         except subprocess.TimeoutExpired:
+            while process.poll() is None and b"msgspec" not in Path(f"/proc/{process.pid}/maps").read_bytes():
+                time.sleep(0.01)
             process.send_signal(signal.SIGINT)
         seen = b""
         while True:

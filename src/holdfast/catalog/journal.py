@@ -11,7 +11,7 @@ Guarantees: `note`, `hear` and `step` append to a queue, and never raise or wait
 the journal. What can't be written, or comes faster than it is, is dropped and counted (``journal_dropped`` of
 `holdfast.statistics`). Bounded in memory and in the storage. A line that is torn, or isn't JSON, is no obstacle to
 readers, and none to the next writer.
-Assumes: one writer a root, which holds its lock.
+Assumes: one writer a root, which holds its lock; and, now and then, one that has verified something.
 Does not: sync. What was written survives the death of the process, not a power cut. A store has what happened up to
 30 seconds ago.
 """
@@ -69,6 +69,9 @@ MESSAGE_CHARS_MAX: Final = 1000
 NAMES_MAX: Final = 20
 CUT: Final = "journal.cut"
 """Kind of the line that stands for those that were dropped, with the time of the newest of them."""
+VERIFIED: Final = "verify"
+NO_RUN: Final = ""
+"""The run of lines that no manager wrote, which say nothing of a run."""
 _CUT_BYTES_MAX: Final = 200
 _BEGINNINGS: Final = frozenset(("run.resumed", "step"))
 _TIME_END: Final = 1e11
@@ -508,6 +511,28 @@ _TOLD: Final[dict[str, Callable[[Event], tuple[str, dict[str, Any]]]]] = {
     "version.published": _version,
     "version.received": _version,
 }
+
+
+# Who else writes. ----------------------------------------------------------------------------------------------------
+
+
+def note_verified(path: str, step: int | None, problems: int) -> bool:
+    """Append that the entry ``path`` of a root was verified, and how many problems were found; return whether it was.
+
+    A line of no run, in one `write`, beside those of a manager. Only where a root in a directory has a journal,
+    which may be written to; never raises for what the storage refuses.
+    """
+    root, _, name = path.rpartition("/")
+    line = {"v": VERSION, "t": round(time.time(), 6), "run": NO_RUN, "kind": VERIFIED, "name": name, "step": step}
+    if not os.path.isfile(os.path.join(root, FILE)):
+        return False
+    sink = FileSink(root)
+    try:
+        sink.add(render({**line, "problems": problems}))
+        sink.flush(last=True)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 # Readers. ------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from holdfast.catalog.journal import note_verified
 from holdfast.catalog.listing import existing_directory, size_text
 from holdfast.cli.ls import entries_of, is_one_checkpoint, none_in, of_step
 from holdfast.cli.output import AsJson, exit_status, print_json, progress_bar, shown
@@ -46,7 +47,8 @@ def verify(
 
     Of an export for Hugging Face also compare the index with the headers of its files, and see that JSON files parse.
 
-    Exit status 1 where anything is wrong. Changes nothing, and may run beside a job that saves.
+    Exit status 1 where anything is wrong. Changes nothing, and may run beside a job that saves. The journal of a root,
+    where there is one and it may be written to, notes when each checkpoint was verified.
     """
     if sum((step is not None, newest, everything)) > 1:
         raise ConfigError("give one of --step, --newest and --all", field="all")
@@ -56,6 +58,7 @@ def verify(
         if result is None:
             continue  # retention has taken it away meanwhile
         results.append(result)
+        note_verified(result.path, result.step, len(result.report.problems))
         if not as_json:
             _print(result)
     ok = all(result.report.ok for result in results)

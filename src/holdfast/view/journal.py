@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Final
 
-from holdfast.catalog.journal import is_time
+from holdfast.catalog.journal import NO_RUN, VERIFIED, is_time
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,7 +77,7 @@ def saves_of(journal: JournalLines) -> list[dict[str, Any]]:
                 if save["name"] == key[1] and save["outcome"] == "started":
                     save["outcome"] = outcome
     over = {line["run"] for line in journal.lines if line["kind"] == "run.ended"}
-    last = journal.lines[-1]["run"] if journal.lines else None
+    last = next((line["run"] for line in reversed(journal.lines) if line["run"] != NO_RUN), None)
     for (run, _, _), save in open_.items():
         if save["outcome"] == "started" and (run in over or run != last):
             save["outcome"] = "cut off"
@@ -142,5 +142,5 @@ def verified_in(journal: JournalLines) -> dict[str, dict[str, Any]]:
     return {
         line["name"]: {"t": line["t"], "problems": step_of(line.get("problems"))}
         for line in journal.lines
-        if line["kind"] == "verify" and isinstance(line.get("name"), str)
+        if line["kind"] == VERIFIED and isinstance(line.get("name"), str)
     }

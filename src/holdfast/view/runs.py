@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, Final
 
-from holdfast.catalog.journal import CUT
+from holdfast.catalog.journal import CUT, NO_RUN
 from holdfast.view.journal import number_of, step_of, text_of
 
 if TYPE_CHECKING:
@@ -92,7 +92,9 @@ def runs_of(journal: JournalLines) -> list[TrainingRun]:
     found: dict[str, TrainingRun] = {}
     now, written = 0.0, None
     for line in journal.lines:
-        at, name = float(line["t"]), text_of(line["run"], 64) or ""
+        at, name = float(line["t"]), text_of(line["run"], 64) or NO_RUN
+        if name == NO_RUN:
+            continue
         now += 0.0 if written is None else max(0.0, at - written)
         written = at
         if name not in found:

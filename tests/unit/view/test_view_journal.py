@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.catalog.journal import scan_journal
+from holdfast.catalog.journal import note_verified, scan_journal
 from holdfast.storage.local import open_storage
 from holdfast.view.journal import RANK_ROWS_MAX, events_of, saves_of, verified_in
 from holdfast.view.runs import goodput_of, runs_of
@@ -257,3 +257,23 @@ def test_the_last_verification_counts(tmp_path):
         tmp_path, line("verify", 1.0, name="step-1", problems=2), line("verify", 2.0, name="step-1", problems=0)
     )
     assert verified_in(journal) == {"step-1": {"t": 2.0, "problems": 0}}
+
+
+def test_a_verification_is_noted_and_says_nothing_of_a_run(tmp_path):
+    assert not note_verified(str(tmp_path / "step-1"), 1, 0), "there is no journal"
+    of_run = [line("run.started", 1.0), line("step", 10.0, step=1), line("save.started", 11.0, name="step-1", step=1)]
+    before = journal_of(tmp_path, *of_run)
+    assert note_verified(str(tmp_path / "step-1"), 1, 3)
+    after = scan_journal(open_storage(tmp_path))
+    assert (len(after.lines), after.skipped) == (4, 0)
+    assert verified_in(after)["step-1"]["problems"] == 3
+    assert saves_of(after) == saves_of(before), "the save is in work still"
+    assert [run.document() for run in runs_of(after)] == [run.document() for run in runs_of(before)]
+
+
+def test_a_verification_that_can_not_be_written_is_not_noted(tmp_path):
+    """As where the journal is a link, which no journal is: it might lead anywhere."""
+    journal_of(tmp_path, line("run.started", 1.0), name="other")
+    (tmp_path / ".holdfast" / "journal.jsonl").symlink_to("other")
+    assert not note_verified(str(tmp_path / "step-1"), 1, 0)
+    assert (tmp_path / ".holdfast" / "other").read_text().count("\n") == 1
