@@ -59,6 +59,10 @@ class ReceiveStats:
     phases: Mapping[str, float] = field(default_factory=lambda: _NOTHING)
     commit_s: float | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle ``phases`` as a dictionary: a worker sends its statistics to others."""
+        return ReceiveStats, (self.version, self.fetch_s, dict(self.phases), self.commit_s)
+
 
 @dataclass(slots=True, eq=False)
 class _Held:

@@ -6,6 +6,7 @@ import gc
 import math
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -702,3 +703,11 @@ def test_a_function_may_close_its_receiver(tmp_path: Path) -> None:
         receiver = Receiver(DirectoryTransport(tmp_path), lambda name, tensor: receiver.close())
         receiver.fetch(timeout=TIMEOUT_S)
         assert receiver.commit() == 1
+
+
+def test_statistics_travel_to_other_processes(tmp_path: Path) -> None:
+    with Publisher(DirectoryTransport(tmp_path)) as publisher, Receiver(DirectoryTransport(tmp_path)) as receiver:
+        publisher.publish({"a": torch.ones(3)}, 1)
+        receiver.receive({"a": torch.zeros(3)})
+        assert receiver.stats is not None
+        assert pickle.loads(pickle.dumps(receiver.stats)) == receiver.stats

@@ -14,7 +14,7 @@ from slots import SlotTransport
 from torch import nn
 
 import holdfast
-from holdfast.errors import StateMismatch
+from holdfast.errors import ConfigError, StateMismatch
 from holdfast.sync import DirectoryTransport, ProcessGroupTransport, Publisher, Receiver, SharedMemoryTransport
 
 TIMEOUT_S = 60.0
@@ -113,3 +113,28 @@ def test_exports_as_versions(tmp_path: Path) -> None:
     holdfast.export_hf(apart, tmp_path / "version-2")
     assert Receiver(DirectoryTransport(tmp_path)).receive(into) == 2
     assert torch.equal(into.head.weight, apart.embed.weight)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_that_share_a_part_of_their_memory_are_refused(tmp_path: Path, kind: Any, streaming: bool) -> None:
+    """Whatever is written to one is lost in the other: such a receiver had a version's number, but not its values."""
+    sent = {"a": torch.ones(8), "b": torch.zeros(8)}
+    memory = torch.full((16,), 5.0)
+    parts = {"a": memory[:8], "b": memory[4:12]}
+    recast = {"a": memory[:8], "b": memory[:8].view(2, 4)}
+    with Publisher(kind(tmp_path), bypass_cpu=False) as publisher, Receiver(kind(tmp_path)) as receiver:
+        publisher.publish(sent, 1, TIMEOUT_S)
+        with pytest.raises(ConfigError, match="shares memory with `a`"):
+            receiver.receive(parts, None, TIMEOUT_S, streaming)
+        publisher.publish({**sent, "b": torch.zeros(2, 4)}, 2, TIMEOUT_S)
+        with pytest.raises(ConfigError, match="shares memory with `a`"):
+            receiver.receive(recast, None, TIMEOUT_S, streaming)
+        assert receiver.version is None
+        assert not receiver.dirty
+        assert memory.eq(5).all()
+
+        publisher.publish(sent, 3, TIMEOUT_S)
+        apart = {"a": memory[::2], "b": memory[1::2]}  # they alternate
+        assert receiver.receive(apart, None, TIMEOUT_S, streaming) == 3
+        assert all(torch.equal(apart[name], sent[name]) for name in sent)

@@ -44,6 +44,7 @@ from holdfast.sync.weights.buckets import Wanted, mismatch
 from holdfast.sync.weights.names import NameChoice
 from holdfast.sync.weights.pieces import (
     TensorParts,
+    check_apart,
     check_writable,
     global_rank,
     named_tensors,
@@ -438,6 +439,7 @@ class LiveTensors:
         unexpected = sorted(published.keys() - known)
         if missing or unexpected or differing:
             raise mismatch(missing, unexpected, differing)
+        check_apart({name: local_tensor(tensor) for name, tensor in wanted.items()})
         self._wanted, self._parts, self._twins, self._complete = wanted, parts, twins, set()
         if self._kept.parts != parts:
             self.forget()  # what is there lies elsewhere in the whole

@@ -18,6 +18,7 @@ Does not: talk to other ranks, checksum, or decide which parts go to whom (``wei
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -310,6 +311,25 @@ def check_writable(name: str, local: torch.Tensor) -> None:
             "nothing can be received into it; pass a contiguous tensor",
             field=name,
         )
+
+
+def check_apart(wanted: Mapping[str, torch.Tensor]) -> None:
+    """Raise `ConfigError` if two of these tensors, none tied to another, share memory: one's values would be lost.
+
+    Tensors with gaps are not looked at: rows that alternate share nothing.
+    """
+    spans: list[tuple[str, int, int, str]] = []
+    for name, local in wanted.items():
+        if compat.is_plain(local) and not local.is_meta and local.is_contiguous() and local.numel():
+            spans.append((str(local.device), local.data_ptr(), local.data_ptr() + local.nbytes, name))
+    spans.sort()
+    for (device, _, end, name), (other_device, begin, _, other) in itertools.pairwise(spans):
+        if device == other_device and begin < end:
+            raise ConfigError(
+                f"{other}: shares memory with `{name}` without being the same tensor, so values of one of them "
+                "would be lost; pass tensors of their own, or the same one twice (tied weights)",
+                field=other,
+            )
 
 
 def places_of(
