@@ -36,7 +36,7 @@ class RankFailure(msgspec.Struct, frozen=True, tag="abort"):
 
     rank: int
     kind: str
-    """Name of the class in `holdfast.errors`, empty for any other error."""
+    """Name of the class in `holdfast.errors` that it is of, empty for any other error."""
     message: str
     path: str | None = None
     errno: int | None = None
@@ -48,14 +48,14 @@ class RankFailure(msgspec.Struct, frozen=True, tag="abort"):
     @classmethod
     def of(cls, error: BaseException, *, rank: int, unreported: bool = False) -> RankFailure:
         """Convert ``error`` of ``rank`` to a message."""
-        ours = _class_of(type(error).__name__) is type(error)
+        ours = next((base.__name__ for base in type(error).__mro__ if _class_of(base.__name__) is base), "")
         fields = {key: _sent(value) for key, value in vars(error).items() if _travels(value)} if ours else {}
         path, errno = getattr(error, "path", None), getattr(error, "errno", None)
         if ours and isinstance(error, OSError):
             fields["errno"] = errno  # OSError keeps it in a slot, not in `__dict__`
         return cls(
             rank=rank,
-            kind=type(error).__name__ if ours else "",
+            kind=ours,
             message=_sent(str(error) if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"),
             path=_sent(path) if isinstance(path, str) else None,
             errno=errno if isinstance(errno, int) else None,

@@ -181,6 +181,7 @@ class Publisher:
             ConfigError: an invalid argument; a version not greater than the last one, or than what a receiver has from
                 an earlier publisher; a row longer than a bucket.
             StateMismatch: a receiver has other tensors, or ranks disagree on one.
+            RootLocked: another publisher has taken the place of this one at its rendezvous.
             CheckpointCorrupt: a receiver got other bytes than were sent. PeerLost: a publisher rank ended.
             DeadlineExceeded: no receiver, or not all ranks, in time.
         """

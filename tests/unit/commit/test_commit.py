@@ -131,6 +131,15 @@ def test_a_reason_that_is_no_text_travels_escaped():
     assert r"ValueError: \udc80" in RankFailure.of(ValueError("\udc80"), rank=0).message
 
 
+def test_an_error_of_a_class_of_our_own_is_of_the_public_one_elsewhere():
+    class TooNew(ConfigError):
+        pass
+
+    found = RankFailure.of(TooNew("a newer release wrote it", field="path"), rank=0).cause()
+    assert type(found) is ConfigError
+    assert (str(found), found.field) == ("a newer release wrote it", "path")
+
+
 def test_what_keeps_the_coordinator_from_a_plan_is_what_every_rank_raises():
     storage = MemoryStorage()
     boards = LocalBoard.of_world(3)

@@ -237,6 +237,7 @@ def test_a_tensor_that_is_not_what_was_looked_at_is_refused() -> None:
         ("names", "weights is a str"),
         ([torch.zeros(2)], "weights has Tensor in it; expected pairs"),
         ([("w", torch.zeros(1)), ("w", torch.zeros(1))], "w: weights has this name twice"),
+        ({"a\0b": torch.zeros(1)}, r"weights has the name 'a\\x00b'"),
         ({"w": 3}, "w: weights has int there; expected a tensor"),
         ({3: torch.zeros(1)}, "weights has the name 3"),
         ({"": torch.zeros(1)}, "weights has the name ''"),

@@ -28,6 +28,7 @@ from holdfast.errors import (
     ConfigError,
     DeadlineExceeded,
     FetchCancelled,
+    RootLocked,
     StateMismatch,
     WeightsDirty,
 )
@@ -392,6 +393,39 @@ def test_what_a_restarted_publisher_has_is_news_whatever_its_number(tmp_path: Pa
                 assert receiver.receive(version=version, timeout=TIMEOUT_S) == version
                 assert holds(into, version)
                 assert stays(receiver, None, 0.2)
+
+
+@pytest.mark.parametrize("kind", [SharedMemoryTransport, ProcessGroupTransport])
+def test_a_publisher_whose_place_another_has_taken_publishes_no_more(tmp_path: Path, kind: Any) -> None:
+    """As one that was stopped, and thought dead: old receivers would follow it, new ones the other."""
+    into = weights(0)
+    with publisher_on(kind, tmp_path) as stopped, Receiver(kind(tmp_path), into) as receiver:
+        stopped.publish(weights(1), 1)
+        receiver.receive(timeout=TIMEOUT_S)
+        with publisher_on(kind, tmp_path) as later:
+            later.publish(weights(2), 2)
+            for version in (3, 4):
+                with pytest.raises(RootLocked, match="another publisher has taken the place of this one"):
+                    stopped.publish(weights(version), version)
+            later.publish(weights(3), 3)
+            assert receiver.receive(version=3, timeout=TIMEOUT_S) == 3
+            assert holds(into, 3)
+        with pytest.raises(RootLocked):
+            stopped.publish(weights(4), 4)
+
+
+@pytest.mark.parametrize("kind", [SharedMemoryTransport, ProcessGroupTransport])
+def test_a_publisher_whose_record_was_removed_is_found_again(tmp_path: Path, kind: Any) -> None:
+    with publisher_on(kind, tmp_path) as publisher:
+        publisher.publish(weights(1), 1)
+        for record in tmp_path.glob("holdfast-*"):
+            if record.is_file():
+                record.unlink()
+        publisher.publish(weights(2), 2)
+        into = weights(0)
+        with Receiver(kind(tmp_path), into) as receiver:
+            assert receiver.receive(timeout=TIMEOUT_S) == 2
+            assert holds(into, 2)
 
 
 def test_what_is_published_anew_under_an_old_number_in_a_directory_is_news(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from holdfast import events
 from holdfast.coordination.failure import RankFailure
 from holdfast.coordination.group import open_group, ranks_of
 from holdfast.coordination.round import Round, Rounds
-from holdfast.errors import ConfigError, HoldfastError
+from holdfast.errors import ConfigError, HoldfastError, RootLocked
 from holdfast.sync.protocol import Published
 from holdfast.sync.session.links import listener
 from holdfast.sync.session.rendezvous import PLACES, hosts_here, open_rendezvous, this_machine
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from holdfast.coordination.deadline import Deadline
     from holdfast.format import sparse
     from holdfast.sync.protocol import PublisherOptions
+    from holdfast.sync.session.rendezvous import Rendezvous
     from holdfast.sync.versions.block import BlockMemory
     from holdfast.sync.versions.reads import MemoryReads
     from holdfast.sync.weights.pieces import Weights
@@ -117,6 +118,7 @@ class BlockPublishing:
             self._served.deltas = BlockDeltas(
                 self._served, kind=kind, delta_bytes=options.delta_bytes, rank=self._group.rank
             )
+        self._is_replaced = False
         self._agreement = WeightsAgreement(self._group, self._captures)
         self._tiles = ColumnTiles(options.column_tiles)
         self._staged = Rounds(self._group.board, "staged", had_not="staged this version")
@@ -134,7 +136,11 @@ class BlockPublishing:
         meta: Mapping[str, Any],
     ) -> Published:
         began = time.monotonic()
-        look = self._agreement.agree(lambda: self._checked(weights, version), version, deadline)
+        try:
+            look = self._agreement.agree(lambda: self._checked(weights, version), version, deadline)
+        except RootLocked:
+            self._server.close(_CLOSE_S)  # who follows this one looks for a publisher then, and finds the other
+            raise
         round_ = self._staged.next()
         try:
             cut = self._tiles.cut(self._agreement.cut(look), lambda: self._agreement.names_of(look))
@@ -206,7 +212,9 @@ class BlockPublishing:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _checked(self, weights: Callable[[], Weights], version: int) -> Weights:
-        """Return the weights, unless an earlier publisher went further than this version."""
+        """Return the weights, unless a later publisher is here, or an earlier one went further than this version."""
+        if self._rendezvous is not None:
+            self._check_not_replaced(self._rendezvous)
         if self._rendezvous is not None and self._agreement.newest_out < 0 and not self._rewind:
             found = self._rendezvous.get(_NEWEST)
             newest = None if found is None else msgspec.msgpack.decode(found, type=tuple[str, int])
@@ -218,6 +226,20 @@ class BlockPublishing:
                     field="version",
                 )
         return weights()
+
+    def _check_not_replaced(self, rendezvous: Rendezvous) -> None:
+        """Raise `RootLocked` if another publisher has taken this one's place; without a record of any, renew ours."""
+        own, found = _encode(self._places), rendezvous.get(PLACES)
+        self._is_replaced = self._is_replaced or found not in (None, own)
+        if found is None and not self._is_replaced:
+            rendezvous.put(PLACES, own)
+        if self._is_replaced:
+            raise RootLocked(
+                f"another publisher has taken the place of this one at {rendezvous.shown}, and is who new receivers "
+                "find: close this one, or give each publisher a rendezvous of its own",
+                path=rendezvous.shown,
+                by="a later publisher",
+            )
 
     def _layout_of(self, cut: CutWeights) -> BlockLayout:
         if self._layout is None or self._layout[0] != cut.digest:

@@ -130,8 +130,10 @@ def named_tensors(weights: Any, *, what: str = "weights") -> dict[str, Sendable]
         if not isinstance(item, tuple | list) or len(item) != 2:
             raise ConfigError(f"{what} has {type(item).__name__} in it; expected pairs (name, tensor)", field=what)
         name, tensor = item
-        if not isinstance(name, str) or not name or name == PER_RANK:
-            raise ConfigError(f"{what} has the name {name!r}; expected a string that isn't empty", field=what)
+        if not isinstance(name, str) or not name or name == PER_RANK or SOURCE_MARK in name:
+            raise ConfigError(
+                f"{what} has the name {name!r}; expected a string that isn't empty and has no NUL", field=what
+            )
         if is_sharded(tensor):
             parts = [(part.tensor, part.place) for part in parts_of(tensor, name)]
             tensor = TensorParts(parts, parts[0][0].dtype) if parts else None
