@@ -175,10 +175,29 @@ def test_statistics_that_the_report_has(opened):
     opened.wait("return document.querySelector('#panel-tensor').innerText.includes('has no statistics')")
 
 
+def test_a_tensor_without_a_finite_value_has_no_norm(window, tmp_path):
+    job = Job(tmp_path / "root")
+    with torch.no_grad():
+        job.model["frozen"].weight.fill_(math.nan)
+    job.step(1)
+    job.close()
+    out = tmp_path / "report.html"
+    command = [sys.executable, "-m", "holdfast", "report", str(tmp_path / "root"), "-o", str(out), "--stats"]
+    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    window.open(out.as_uri())
+    window.go("tensor", "step-1", "model.frozen.weight")
+    window.wait("return document.querySelector('#panel-tensor').innerText.includes('256 NaN')")
+    assert re.search(r"least, most\s+–\s+norm\s+–\s", window.text("#panel-tensor"))
+    window.go("tensor", "step-1", "model.layers.0.attn.weight")
+    window.wait("return document.querySelector('#panel-tensor svg[aria-label^=Histogram]')")
+    assert re.search(r"norm\s+\d", window.text("#panel-tensor"))
+
+
 def test_a_diff_tells_what_changed(opened):
     opened.go("diff", "step-40", "step-50")
     opened.wait("return document.querySelector('#panel-diff tr.row')")
     found = {row.split()[0]: row for row in rows(opened, "diff")}
+    assert "relative" not in opened.text("#panel-diff thead"), "a report compares no values"
     assert "unchanged" in found["model.frozen.weight"]
     assert "100 %" in found["model.layers.0.attn.weight"]
     opened.run("document.querySelector('#panel-diff [role=application]').focus()")

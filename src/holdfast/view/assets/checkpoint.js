@@ -99,7 +99,7 @@ const checkpoint = {
     const row = rowOf(this.name), { columns } = this;
     const metrics = Object.entries(row.metrics ?? {}).map(([name, value]) => `${name} ${figure(value)}`).join(", ");
     return card(titleOf(row), h("code", {}, columns.told.path),
-      (row.suspicious ?? []).map((one) => h("p", { class: "notice warn", style: { "margin-bottom": "16px" } }, h("strong", {}, `Suspicious: ${one.what}`), `: ${one.message}`)),
+      (row.suspicious ?? []).map((one) => h("p", { class: "notice warn", style: { "margin-bottom": "16px" } }, h("strong", {}, `Suspicious: ${one.what}`), ": ", breakable(one.message))),
       h("dl", { class: "tiles" }, tile("tensors", count(columns.size)), tile("bytes of tensors", bytes(columns.total)),
         tile("ranks", count(columns.told.world)), tile("saved", ago(row.created), "ago"), tile("objects", count(columns.objects.length))),
       h("div", { style: { "margin-top": "16px" } }, facts([
@@ -149,7 +149,7 @@ const checkpoint = {
   },
 
   objectsCard() {
-    const rows = this.columns.objects.slice(0, 1000).map(([name, file, , size]) => [h("code", {}, name), this.columns.files[file]?.[0] ?? NONE, bytes(size)]);
+    const rows = this.columns.objects.slice(0, 1000).map(([name, file, , size]) => [h("code", {}, breakable(name)), h("code", { class: "nowrap" }, this.columns.files[file]?.[0] ?? NONE), h("span", { class: "nowrap" }, bytes(size))]);
     return card("Objects", plural(this.columns.objects.length, "object"), rows.length
       ? h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Objects of the checkpoint", style: { "max-height": "340px", padding: "0 12px" } }, plainTable("Plain objects, pickled", ["object", "file", "size"], rows, [2]))
       : h("p", { class: "empty" }, "No objects."));

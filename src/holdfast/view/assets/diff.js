@@ -71,15 +71,15 @@ const diff = {
       onkeydown: (event) => this.pressed(event),
     });
     this.grid = new Grid({
-      caption: "Tensors of both", height: 460, least: 720, sort: { at: 3, down: true }, key: (row) => row.name,
+      caption: "Tensors of both", height: 460, least: LIVE ? 860 : 680, sort: { at: 3, down: true }, key: (row) => row.name,
       open: (row) => go("checkpoint", row.b >= 0 ? this.names[1] : this.names[0], row.name),
       columns: [
         { title: "tensor", value: (row) => row.name, cell: (row) => h("code", { title: row.name }, row.name) },
         { title: "what", width: "160px", value: (row) => KINDS[row.kind], cell: (row) => h("span", { class: `chip ${{ added: "good", removed: "bad", reshaped: "warn", unknown: "warn" }[row.kind] ?? ""}` }, KINDS[row.kind]) },
         { title: "size", width: "92px", end: true, value: (row) => row.nbytes, cell: (row) => bytes(row.nbytes) },
-        { title: "bytes changed", width: "136px", end: true, value: (row) => row.share, cell: (row) => percent(row.share) },
-        { title: "relative", width: "92px", end: true, value: (row) => row.values?.relative ?? null, cell: (row) => figure(row.values?.relative ?? null) },
-        { title: "max abs", width: "92px", end: true, value: (row) => row.values?.max_abs ?? null, cell: (row) => figure(row.values?.max_abs ?? null) },
+        { title: "bytes changed", width: "150px", end: true, value: (row) => row.share, cell: (row) => percent(row.share) },
+        ...(LIVE ? [{ title: "relative", width: "92px", end: true, value: (row) => row.values?.relative ?? null, cell: (row) => figure(row.values?.relative ?? null) },
+        { title: "max abs", width: "92px", end: true, value: (row) => row.values?.max_abs ?? null, cell: (row) => figure(row.values?.max_abs ?? null) }] : []),
       ],
     });
     this.search = searchBox("Search tensors", (text) => { this.wanted = text.toLowerCase(); this.picked = null; this.list(); });

@@ -43,8 +43,11 @@ function plainTable(caption, titles, rows, ends = [], look = "") {
     h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, at) => h("td", { class: side(at) }, cell)))))));
 }
 
+/** A long name that breaks behind its dots and underscores, where it breaks at all. */
+const breakable = (name) => name.split(/(?<=[._/])(?=\w)/).flatMap((part, at) => (at ? [h("wbr"), part] : [part]));
+
 /** A figure with its name above it and a note behind it, for a list of the class "tiles". */
-const tile = (name, value, note = "") => h("div", { class: "tile" }, h("dt", {}, name), h("dd", {}, value, note && h("small", {}, ` ${note}`)));
+const tile = (name, value, note = "") => h("div", { class: "tile" }, h("dt", {}, name), h("dd", {}, value, note && [h("small", {}, " "), h("small", {}, note)]));
 
 function facts(pairs) {
   const known = pairs.filter(([, value]) => value !== null && value !== undefined && value !== "");

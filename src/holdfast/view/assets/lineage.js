@@ -23,8 +23,8 @@ const lineage = {
     const order = [...known.keys()].sort((a, b) => a - b);
     const went = order.length - 1;
     return card("Branches", went ? `the run went back ${went === 1 ? "once" : `${went} times`}` : "the run never went back", branchPicture(rows, known, order),
-      h("ul", { class: "legend" }, legendItem("what a run would resume from leads here", "var(--accent)"), legendItem("abandoned when the run went back", "var(--line)")),
-      went > 0 && h("details", {}, h("summary", {}, "As a table"), plainTable("Branches", ["branch", "goes on from", "steps", "newest"], order.map((number) => {
+      h("ul", { class: "legend" }, legendItem("what a run would resume from leads here", "var(--accent)"), legendItem("abandoned when the run went back", "var(--soft)")),
+      went > 0 && h("details", { style: { "margin-top": "12px" } }, h("summary", {}, "As a table"), plainTable("Branches", ["branch", "goes on from", "steps", "newest"], order.map((number) => {
         const { from, at } = known.get(number);
         const own = rows.filter((row) => row.branch === number);
         return [String(number), from === null ? NONE : `step ${at} of branch ${from}`, count(own.length), own.length ? `step ${own.at(-1).step}` : NONE];

@@ -27,7 +27,7 @@ function timeTicks(from, to, most) {
   const shift = new Date(from * 1000).getTimezoneOffset() * 60;
   const found = [];
   for (let at = Math.ceil((from - shift) / step) * step + shift; at <= to; at += step) {
-    const date = new Date(at * 1000);
+    const date = new Date(Math.round(at * 1000)); // steps of milliseconds add up to a little less
     const text = step >= 86400
       ? date.toLocaleDateString("en-GB", { day: "numeric", month: "short" })
       : date.toLocaleTimeString("en-GB", step >= 60 ? { hour: "2-digit", minute: "2-digit" } : {}) +

@@ -32,15 +32,15 @@ const steps = {
   columns(metrics) {
     return [
       { title: "step", end: true, width: "76px", value: (row) => row.step, cell: (row) => (row.step === null ? NONE : count(row.step)) },
-      { title: "name", width: "112px", value: (row) => row.name, cell: (row) => row.name },
+      { title: "name", width: "100px", value: (row) => row.name, cell: (row) => row.name },
       { title: "state", width: "168px", value: (row) => row.state, cell: stateChips },
       { title: "size", end: true, width: "88px", value: (row) => row.nbytes, cell: (row) => bytes(row.nbytes) },
       { title: "age", end: true, width: "78px", value: (row) => (row.created === null ? null : -row.created), cell: (row) => ago(row.created) },
       ...metrics.map((name) => ({
-        title: name, end: true, width: "92px", value: (row) => metricNumber(row.metrics?.[name] ?? null),
+        title: name, end: true, width: "104px", value: (row) => metricNumber(row.metrics?.[name] ?? null),
         cell: (row) => figure(row.metrics?.[name] ?? null),
       })),
-      { title: "kept because", width: "280px", value: (row) => keptText(row).join(" "), cell: keptChips },
+      { title: "kept because", width: "256px", value: (row) => keptText(row).join(" "), cell: keptChips },
       { title: "verified", width: "104px", value: (row) => row.verified?.t ?? null, cell: verifiedChip },
       { title: "ranks", end: true, width: "66px", value: (row) => row.world, cell: (row) => count(row.world) },
       { title: "written by", width: "184px", value: writer, cell: (row) => writer(row) || NONE },
@@ -52,7 +52,7 @@ const steps = {
     if (!this.grid || metrics.join() !== this.metrics) {
       this.metrics = metrics.join();
       this.grid = new Grid({
-        caption: "Entries of this root", columns: this.columns(metrics), height: 620, least: 1166 + 92 * metrics.length,
+        caption: "Entries of this root", columns: this.columns(metrics), height: 620, least: 1120 + 104 * metrics.length,
         sort: { at: 4, down: false }, key: (row) => row.name, open: (row) => this.open(row),
       });
       replace(this.place, this.grid.box);

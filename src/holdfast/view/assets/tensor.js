@@ -45,7 +45,7 @@ const tensor = {
     const large = Array.from(columns.nbytes, (size, at) => [size, at]).sort((a, b) => b[0] - a[0]).slice(0, 12);
     return card("Choose a tensor", "the largest of this checkpoint; search for others, or open one from the Checkpoint view",
       plainTable("Largest tensors", ["tensor", "shape", "dtype", "size"], large.map(([size, at]) => [
-        link(columns.names[at], "tensor", name, columns.names[at]), shapeText(columns.shape(at)), columns.dtype(at), bytes(size)]), [3]));
+        link(breakable(columns.names[at]), "tensor", name, columns.names[at]), h("span", { class: "nowrap" }, shapeText(columns.shape(at))), columns.dtype(at), bytes(size)]), [3], "named"));
   },
 
   async suggest(name, text) {
@@ -65,14 +65,14 @@ const tensor = {
   },
 
   statistics(found) {
-    const odd = found.nan || found.inf;
+    const odd = found.nan || found.inf, none = found.min === null && odd; // no finite value: nothing to add up
     return [
       odd ? h("p", { class: "notice warn" }, `${count(found.nan)} NaN and ${count(found.inf)} infinite of ${plural(found.elements, "value")}.`) : null,
       found.share_read < 1 && h("p", { class: "notice" }, `Read ${percent(found.share_read)} of it, evenly spread.`),
       found.histogram && histogram(found.histogram),
       facts([
-        ["mean", figure(found.mean)], ["standard deviation", figure(found.std)], ["least, most", `${figure(found.min)}, ${figure(found.max)}`],
-        ["norm", figure(found.norm)], ["zeros", `${count(found.zeros)} (${percent(found.elements ? found.zeros / found.elements : 0)})`],
+        ["mean", figure(found.mean)], ["standard deviation", figure(found.std)], ["least, most", none ? NONE : `${figure(found.min)}, ${figure(found.max)}`],
+        ["norm", none ? NONE : figure(found.norm)], ["zeros", `${count(found.zeros)} (${percent(found.elements ? found.zeros / found.elements : 0)})`],
         ["not finite", `${count(found.nan + found.inf)}`], ["elements", count(found.elements)],
       ]),
     ];

@@ -55,12 +55,12 @@ const timeline = {
     const button = (text, label, act) => h("button", { type: "button", "aria-label": label, onclick: act }, text);
     this.detail = h("div", { class: "stack" });
     this.grid = new Grid({
-      caption: "Saves", height: 380, sort: { at: 1, down: true }, least: 820, key: (save) => `${save.t} ${save.step}`,
+      caption: "Saves", height: 380, sort: { at: 1, down: true }, least: 940, key: (save) => `${save.t} ${save.step}`,
       open: (save) => this.choose(save, true),
       columns: [
-        { title: "save", value: saveTitle, cell: saveTitle, width: "15%" },
-        { title: "began", value: (save) => save.began, cell: (save) => when(save.began), width: "18%" },
-        { title: "outcome", value: (save) => save.outcome, cell: outcomeChip, width: "19%" },
+        { title: "save", value: saveTitle, cell: saveTitle, width: "12%" },
+        { title: "began", value: (save) => save.began, cell: (save) => when(save.began), width: "190px" },
+        { title: "outcome", value: (save) => save.outcome, cell: outcomeChip, width: "17%" },
         { title: "size", end: true, value: (save) => save.nbytes, cell: (save) => bytes(save.nbytes) },
         { title: "stall", end: true, value: (save) => save.stall_s, cell: (save) => seconds(save.stall_s) },
         { title: "staging", end: true, value: (save) => save.staging_s, cell: (save) => seconds(save.staging_s) },
@@ -210,8 +210,9 @@ const timeline = {
       context.roundRect(start, 6, Math.max(2, end - start), 18, 4);
       context.fill();
       context.fillStyle = ink("--ink");
-      const resumed = run.resumed_from === null ? "" : `, from step ${run.resumed_from}`;
-      context.fillText(fitted(context, `run ${number + 1}${resumed}`, end - start - 12), start + 6, 15);
+      const name = `run ${number + 1}`, whole = run.resumed_from === null ? name : `${name}, from step ${run.resumed_from}`;
+      const shown = [whole, name, String(number + 1)].find((text) => context.measureText(text).width <= end - start - 12);
+      context.fillText(shown ?? "", start + 6, 15);
       const live = LIVE && number === summary.runs.length - 1 && summary.held_by;
       if (run.ended !== "closed" && run.ended !== "exited" && !live) {
         context.fillStyle = ink("--bad");
@@ -405,7 +406,7 @@ function eventsCard() {
     plainTable("Other events, the newest first", ["when", "what", "of what"], rows.map((event) => [
       h("span", { class: "nowrap" }, when(event.t)),
       h("span", { class: `chip ${event.kind === "warning" || event.kind === "load.fallback" ? "warn" : ""}` }, event.kind.replaceAll(".", " ")),
-      EVENT_TEXT[event.kind]?.(event) ?? ""]), [], "events"));
+      breakable(EVENT_TEXT[event.kind]?.(event) ?? "")]), [], "events"));
 }
 
 views.push(timeline);
