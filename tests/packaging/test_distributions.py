@@ -108,7 +108,7 @@ def test_the_wheel_says_what_it_is(wheel: Path) -> None:
         ["torch", "numpy", "msgspec", "xxhash", "safetensors", "obstore", "typer", "rich", "typing-extensions"]
     )
     assert {"view", "otel", "prometheus", "zstd", "fsspec"} <= set(metadata.get_all("Provides-Extra", []))
-    assert b"holdfast = holdfast.cli.app:main" in files[f"{info}/entry_points.txt"]
+    assert b"holdfast = holdfast.__main__:main" in files[f"{info}/entry_points.txt"]
 
 
 def test_the_sdist_builds_the_same_wheel_as_the_tree(wheel: Path, tmp_path: Path) -> None:
