@@ -523,15 +523,16 @@ def note_verified(path: str, step: int | None, problems: int) -> bool:
     which may be written to; never raises for what the storage refuses.
     """
     root, _, name = path.rpartition("/")
-    line = {"v": VERSION, "t": round(time.time(), 6), "run": NO_RUN, "kind": VERIFIED, "name": name, "step": step}
     if not os.path.isfile(os.path.join(root, FILE)):
         return False
+    line = {"v": VERSION, "t": round(time.time(), 6), "run": NO_RUN, "kind": VERIFIED}
     sink = FileSink(root)
     try:
-        sink.add(render({**line, "problems": problems}))
-        sink.flush(last=True)
+        sink.add(render({**line, "name": name, "step": step, "problems": problems}))
     except (OSError, ValueError):
         return False
+    finally:
+        sink.flush(last=True)
     return True
 
 

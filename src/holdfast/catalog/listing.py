@@ -111,8 +111,10 @@ def existing_directory(path: str) -> str:
             raise ConfigError(message, field="path")
         return directory
     if not os.path.isdir(directory):
-        what = "is not a directory" if os.path.exists(directory) else "doesn't exist"
-        if os.path.islink(directory) and not os.path.exists(directory):
+        what = "doesn't exist"
+        if os.path.exists(directory):
+            what = "is not a directory"
+        elif os.path.islink(directory):
             what = f"is a link to {os.readlink(directory)}, which doesn't exist"
         advice = "give a checkpoint, or a directory that holds some"
         if os.path.isfile(directory):

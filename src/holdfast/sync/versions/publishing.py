@@ -213,9 +213,10 @@ class BlockPublishing:
 
     def _checked(self, weights: Callable[[], Weights], version: int) -> Weights:
         """Return the weights, unless a later publisher is here, or an earlier one went further than this version."""
-        if self._rendezvous is not None:
-            self._check_not_replaced(self._rendezvous)
-        if self._rendezvous is not None and self._agreement.newest_out < 0 and not self._rewind:
+        if self._rendezvous is None:
+            return weights()
+        self._check_not_replaced(self._rendezvous)
+        if self._agreement.newest_out < 0 and not self._rewind:
             found = self._rendezvous.get(_NEWEST)
             newest = None if found is None else msgspec.msgpack.decode(found, type=tuple[str, int])
             if newest is not None and newest[0] != self._places.incarnation and version <= newest[1]:
