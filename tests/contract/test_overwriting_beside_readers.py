@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +18,12 @@ import torch.distributed.checkpoint as dcp
 
 import holdfast
 import holdfast.dcp
-from holdfast.errors import CheckpointReplaced
+from holdfast.errors import CheckpointCorrupt, CheckpointReplaced
 from holdfast.loader import loader
 from holdfast.storage import files as opened
 from holdfast.storage import leases as reader_lease
 from holdfast.storage import local
+from holdfast.storage.entries import hidden_name
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 ROWS = 40_000
@@ -219,6 +221,30 @@ def test_a_load_goes_on_with_what_has_taken_the_place(tmp_path: Path, monkeypatc
     state = state_of(-1)
     assert holdfast.load(state, path).step == 2
     check_one_generation(state)
+
+
+@pytest.mark.parametrize("meanwhile", ["_fill", "being_read"])
+def test_a_load_waits_for_what_is_missing_between_two_renames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+) -> None:
+    path, act, moved = tmp_path / "a", getattr(loader, meanwhile), []
+    holdfast.save(state_of(1), path, step=1)
+    holdfast.save(state_of(2), tmp_path / "b", step=2)
+    in_place = threading.Timer(0.1, os.rename, (tmp_path / "b", path))
+
+    def move_aside_meanwhile(*args: Any) -> Any:
+        if not moved:
+            moved.append(os.rename(path, tmp_path / hidden_name("a", "1" * 12, "replaced")))
+            in_place.start()
+            if meanwhile == "_fill":  # what was opened stays readable
+                raise CheckpointCorrupt("found nothing at its path", path=str(path))
+        return act(*args)
+
+    monkeypatch.setattr(loader, meanwhile, move_aside_meanwhile)
+    state = state_of(-1)
+    assert holdfast.load(state, path).step == 2
+    check_one_generation(state)
+    in_place.join()
 
 
 def test_damage_is_still_damage(tmp_path: Path) -> None:

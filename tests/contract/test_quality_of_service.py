@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from child_processes import children_of
 
 import holdfast
 from holdfast.engine import process as io_priority
@@ -203,7 +204,7 @@ def test_a_manager_gives_each_delivery_limits_of_its_own(tmp_path, slots):
         handles = manager.step(1)
         seen = set()
         while not all(handle.done() for handle in handles):
-            for pid in children():
+            for pid in children_of(os.getpid()):
                 with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it, or a thread of it, has ended
                     seen |= set(priorities(pid).values())
             time.sleep(0.02)
@@ -218,15 +219,6 @@ def config_only(path):
     path.mkdir()
     (path / "config.json").write_text('{"model_type": "llama"}')
     return path
-
-
-def children():
-    """Processes that this one has started."""
-    pids = []
-    for task in os.listdir("/proc/self/task"):
-        with open(f"/proc/self/task/{task}/children") as file:
-            pids += [int(pid) for pid in file.read().split()]
-    return pids
 
 
 # The slots themselves. -------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from child_processes import children_of
+
 
 class Log:
     """The events of one rank, as far as they have been written; see `saving_job.note`."""
@@ -42,11 +44,7 @@ def is_gone(pid: int) -> bool:
 
 def engines_of(pid: int) -> list[int]:
     """Return the pids of Holdfast's engines among the children of a process."""
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            found += map(int, task.read_text().split())
-    return [child for child in found if _is_engine(child)]
+    return [child for child in children_of(pid) if _is_engine(child)]
 
 
 def _is_engine(pid: int) -> bool:

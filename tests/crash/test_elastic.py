@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from child_processes import children_of
 from elastic_job import made, step_of
 from nursery import environment
 from processes import free_port
@@ -120,7 +121,7 @@ def test_nodes_are_lost_and_come_back(elastic: Elastic) -> None:
 
     # A node is lost: its agent and its worker, at once. The other goes on alone from the newest checkpoint.
     workers = {event["pid"] for event in both}
-    mine = children_of(second.pid) & workers
+    mine = workers.intersection(children_of(second.pid))
     assert len(mine) == 1
     lost_at = time.monotonic()
     for pid in (second.pid, *mine):
@@ -158,8 +159,3 @@ def test_the_early_signal_of_a_scheduler_goes_through_torchrun(elastic: Elastic)
     newest = holdfast.open(elastic.root)
     assert newest.step == last
     assert newest.verify().ok
-
-
-def children_of(pid: int) -> set[int]:
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return {int(child) for path in tasks for child in path.read_text().split()}

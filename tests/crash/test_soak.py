@@ -22,6 +22,7 @@ from unittest import mock
 
 import pytest
 import torch
+from child_processes import children_of
 from processes import engines_of, is_gone
 from torch import nn
 
@@ -70,18 +71,12 @@ class Count:
     def now(cls, root: Path) -> Count:
         gc.collect()
         trim()
-        tasks = os.listdir("/proc/self/task")
-        children = {
-            child
-            for task in tasks
-            for child in Path(f"/proc/self/task/{task}/children").read_text().split()
-            if not is_gone(int(child))
-        }
+        children = [child for child in children_of(os.getpid()) if not is_gone(child)]
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         names = os.listdir(root)
         return cls(
             len(os.listdir("/proc/self/fd")),
-            len(tasks),
+            len(os.listdir("/proc/self/task")),
             len(children),
             resident / MIB,
             sum(name.startswith(".") for name in names),

@@ -30,12 +30,14 @@ import os
 import re
 import stat
 import threading
+import time
 import weakref
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointReplaced, ConfigError, StorageError
+from holdfast.storage.entries import parse_hidden
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -380,6 +382,8 @@ def _libc() -> Any:
     return libc
 
 
+BETWEEN_RENAMES_S: Final = 1.0
+"""How long a directory may be missing where the file system can't exchange two; what a crash left stays missing."""
 TRIES: Final = 100
 """How often a directory may be replaced between being opened and being locked."""
 
@@ -424,17 +428,43 @@ class OpenedDirectory:
         return self.path == path and self._thread == thread
 
     def is_replaced(self) -> bool:
-        """Return True if another directory is at its path now."""
-        try:
-            there = os.stat(self.path)
-        except OSError:
-            return False
-        mine = os.fstat(self.fd)
-        return (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino)
+        """Return True if another directory is at its path now; waits for one that is about to be renamed to it."""
+        return wait_inode_between_renames(self.path) not in (None, _inode(os.fstat(self.fd)))
 
     def is_gone(self) -> bool:
         """Return True if nothing is at its path any more."""
         return not os.path.lexists(self.path)
+
+
+def inode_of(path: str) -> tuple[int, int] | None:
+    """Return the device and the inode of what is at ``path``; None if nothing is."""
+    try:
+        return _inode(os.stat(path))
+    except (OSError, ValueError):
+        return None
+
+
+def wait_inode_between_renames(path: str) -> tuple[int, int] | None:
+    """Return `inode_of` the directory ``path``; waits up to `BETWEEN_RENAMES_S` if it is being overwritten.
+
+    Where the file system can't exchange two directories, the old one is renamed aside before the new one is renamed in
+    (``storage.local``), and nothing is at ``path`` between the two.
+    """
+    parent, name = os.path.split(os.path.realpath(path))
+    deadline = time.monotonic() + BETWEEN_RENAMES_S
+    while (found := inode_of(path)) is None and time.monotonic() < deadline:
+        if not _is_aside(parent, name):
+            return inode_of(path)
+        time.sleep(0.002)
+    return found
+
+
+def _is_aside(parent: str, name: str) -> bool:
+    try:
+        hidden = map(parse_hidden, os.listdir(parent))
+    except OSError:
+        return False
+    return any(entry is not None and (entry.name, entry.kind) == (name, "replaced") for entry in hidden)
 
 
 def let_go(path: str) -> None:
@@ -490,8 +520,11 @@ def _open(path: str) -> int:
 
 
 def _is_at(fd: int, path: str) -> bool:
-    there, mine = os.stat(path), os.fstat(fd)
-    return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
+    return _inode(os.stat(path)) == _inode(os.fstat(fd))
+
+
+def _inode(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
 
 
 def _close(fd: int, pid: int) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -31,7 +30,8 @@ from holdfast.format.safetensors import INDEX_NAME, WEIGHTS_NAME
 from holdfast.loader.sources.holdfast import CheckpointSource, HoldfastSource, open_holdfast
 from holdfast.loader.sources.huggingface import has_committed_model, has_hf_model, open_committed_hf, open_hf
 from holdfast.loader.sources.object_store import REQUESTS_AT_A_TIME, ObjectPlace, find_object
-from holdfast.storage.entries import attempt_of, lost_manifest, no_manifest, parse_hidden
+from holdfast.storage.entries import attempt_of, lost_manifest, no_manifest
+from holdfast.storage.files import inode_of, wait_inode_between_renames
 from holdfast.storage.local import open_storage
 from holdfast.storage.object_storage import ObjectStorage
 from holdfast.validation import is_store, located
@@ -47,9 +47,6 @@ _log = logging.getLogger("holdfast")
 DEFAULT_TEMPLATE: Final = "step-{step}"
 
 _PICKLED_MODELS: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-
-BETWEEN_RENAMES_S: Final = 1.0
-"""How long a directory may be missing where the file system can't exchange two; what a crash left stays missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,34 +101,13 @@ def open_source(path: str, *, exports: bool = False, storage: Storage | None = N
     path = located(path)
     if is_store(path):
         return _open_on_store(_store_place(path, storage), exports=exports)
-    before = _inode_of(path)
+    before = inode_of(path)
     try:
         return _open_now(path, exports=exports)
     except CheckpointNotFound:
-        if not _has_come_back(os.path.abspath(path), before):
+        if wait_inode_between_renames(path) in (None, before):
             raise
     return _open_now(path, exports=exports)
-
-
-def _inode_of(path: str) -> int | None:
-    try:
-        return os.stat(path).st_ino
-    except (OSError, ValueError):
-        return None
-
-
-def _has_come_back(directory: str, before: int | None) -> bool:
-    """Wait for a ``directory`` that is missing between the two renames of an overwrite; return True if it is back."""
-    parent, name = os.path.split(directory)
-    deadline = time.monotonic() + BETWEEN_RENAMES_S
-    while time.monotonic() < deadline:
-        if (now := _inode_of(directory)) is not None:
-            return now != before
-        hidden = map(parse_hidden, open_storage(parent).list_dir(""))
-        if not any(entry is not None and (entry.name, entry.kind) == (name, "replaced") for entry in hidden):
-            return _inode_of(directory) is not None
-        time.sleep(0.002)
-    return False
 
 
 def _open_now(directory: str, *, exports: bool) -> CheckpointSource:
