@@ -82,7 +82,9 @@ _WRITERS = {
 }
 
 
-@pytest.mark.parametrize("name", _WRITERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ("verify", "diff") else []) for name in _WRITERS]
+)
 def test_an_interrupted_command_leaves_nothing(name: str, root: Path, tmp_path: Path) -> None:
     """At several moments, from the imports on; where it was done before, the target is whole."""
     (tmp_path / "root").symlink_to(root)
