@@ -214,6 +214,9 @@ def test_lineage_has_branches_and_versions(opened):
     text = opened.text("#panel-lineage")
     assert "rollout-0" in text
     assert "rollout-1" not in text, "it has left"
+    assert opened.run(
+        "return [...document.querySelectorAll('#panel-lineage button.link')].map((b) => b.innerText)"
+    ) == ["50"]
     assert len(opened.run("return [...document.querySelectorAll('#panel-lineage circle')].map(String)")) == 4
 
 
