@@ -78,7 +78,7 @@ def root(tmp_path_factory) -> Path:
     job.fail(60, "StorageError", f"No space left on device {EVIL}")
     job.note("verify", name="step-40", step=40, problems=0)
     job.note("version.published", version=1, step=50)
-    job.note("version.received", version=1, receiver="rollout-0", seconds=0.2)
+    job.note("version.received", receivers=[["rollout-0", 1, 0.2], ["rollout-1", 1, 0.3], ["rollout-1", None, None]])
     job.close()
     return path
 
@@ -211,7 +211,12 @@ def test_a_diff_tells_what_changed(opened):
 def test_lineage_has_branches_and_versions(opened):
     opened.go("lineage")
     assert "the run never went back" in opened.text("#panel-lineage")
-    assert "rollout-0" in opened.text("#panel-lineage")
+    text = opened.text("#panel-lineage")
+    assert "rollout-0" in text
+    assert "rollout-1" not in text, "it has left"
+    assert opened.run(
+        "return [...document.querySelectorAll('#panel-lineage button.link')].map((b) => b.innerText)"
+    ) == ["50"]
     assert len(opened.run("return [...document.querySelectorAll('#panel-lineage circle')].map(String)")) == 4
 
 

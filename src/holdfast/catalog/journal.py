@@ -64,6 +64,11 @@ PUT_EVERY_S: Final = 30.0
 STEP_EVERY_S: Final = 30.0
 CLOSE_S: Final = 2.0
 """How long `Journal.close` waits for what is queued."""
+RECEIVERS_AFTER_S: Final = 1.0
+RECEIVERS_EVERY_S: Final = 30.0
+RECEIVER_S: Final = 0.25
+"""For how long a receiver's version is the last that is written: very many must not use up the journal."""
+RECEIVER_CHARS_MAX: Final = 64
 RANKS_MAX: Final = 512
 MESSAGE_CHARS_MAX: Final = 1000
 NAMES_MAX: Final = 20
@@ -129,6 +134,10 @@ class Journal:
         self._ended = threading.Event()
         self._next_step_at = -math.inf
         self._last_step: int | None = None
+        self._receivers: deque[tuple[str, int | None, float | None]] = deque(maxlen=QUEUED_MAX)
+        """What receivers have told since this was written last."""
+        self._receivers_at = -math.inf
+        """When it is to be written again."""
         self._closed = self._complained = False
         self.how = "closed"
         """How the run ended, for `close`."""
@@ -173,17 +182,39 @@ class Journal:
 
     def hear(self, event: Event) -> None:
         """Note ``event``, if it is of this root: a hook of `holdfast.events`."""
+        if event.kind in ("version.received", "receiver.left") and os.getpid() == self._owner:
+            self._hear_receiver(event)
         told = _TOLD.get(event.kind)
         if told is None or event.rank not in (0, None) or os.getpid() != self._owner or not self._is_of_root(event):
             return
         kind, fields = told(event)
         self.note(kind, **fields)
 
+    def _hear_receiver(self, event: Event) -> None:
+        """Remember which version a receiver has, None once it has left; written with others, a second later."""
+        receiver = str(event.fields.get("receiver"))[:RECEIVER_CHARS_MAX]
+        if not self._receivers:
+            self._receivers_at = max(self._receivers_at, time.monotonic() + RECEIVERS_AFTER_S)
+        self._receivers.append((receiver, event.step, event.fields.get("seconds")))
+        self._wake()
+
+    def _note_receivers(self) -> None:
+        """Note the last that was heard of each receiver."""
+        rows = {}
+        while self._receivers:
+            row = self._receivers.popleft()
+            rows[row[0]] = row
+        told = list(rows.values())
+        self._receivers_at = time.monotonic() + max(RECEIVERS_EVERY_S, len(told) * RECEIVER_S)
+        for at in range(0, len(told), RANKS_MAX):
+            self.note("version.received", receivers=told[at : at + RANKS_MAX])
+
     def close(self) -> None:
         """Note `how` the run ended, and write what is queued, for at most `CLOSE_S`; idempotent."""
         if self._closed or os.getpid() != self._owner:
             return
         self._stop_hearing()
+        self._note_receivers()
         if self._last_step is not None:
             self.note("step", step=self._last_step)
         self.note("run.ended", how=self.how)
@@ -207,7 +238,7 @@ class Journal:
             self._works.release()
             if last:
                 self._ended.set()
-            if last or self._queue.empty() or not self._works.acquire(blocking=False):
+            if last or not (self._queue.qsize() or self._receivers) or not self._works.acquire(blocking=False):
                 return
 
     def _write_all(self) -> bool:
@@ -228,6 +259,11 @@ class Journal:
             except (OSError, HoldfastError) as error:
                 wait_s = PUT_EVERY_S
                 self._complain(error)
+            if self._receivers and not last:
+                due_s = self._receivers_at - time.monotonic()
+                if due_s <= 0:
+                    self._note_receivers()
+                wait_s = max(0.0, due_s if wait_s is None else min(wait_s, due_s))
         return last
 
     def _add(self, sink: Sink, t: float, kind: str, fields: Mapping[str, Any]) -> None:
@@ -469,12 +505,6 @@ def _loaded(event: Event) -> tuple[str, dict[str, Any]]:
     return "load.finished", {"step": event.step, "name": _name(event), **figures}
 
 
-def _version(event: Event) -> tuple[str, dict[str, Any]]:
-    fields = event.fields
-    figures = {"receiver": fields.get("receiver"), "seconds": fields.get("seconds")}
-    return event.kind, {"version": event.step, "step": fields.get("train_step"), **figures}
-
-
 def _recovered(event: Event) -> tuple[str, dict[str, Any]]:
     return "recovery", {"name": _name(event), "what": event.kind.partition(".")[2]}
 
@@ -508,8 +538,10 @@ _TOLD: Final[dict[str, Callable[[Event], tuple[str, dict[str, Any]]]]] = {
     "recovery.removed": _recovered,
     "recovery.restored": _recovered,
     "signal.received": lambda event: ("signal", {"signal": event.fields.get("signal")}),
-    "version.published": _version,
-    "version.received": _version,
+    "version.published": lambda event: (
+        "version.published",
+        {"version": event.step, "step": event.fields.get("train_step"), "seconds": event.fields.get("seconds")},
+    ),
 }
 
 

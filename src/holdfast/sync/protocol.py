@@ -247,6 +247,13 @@ class FetchedVersion(Protocol):
         """Make it the live one at its destination. After a failure it may be called again, unless `VersionRevoked`."""
         ...
 
+    def tell_committed(self, seconds: float) -> None:
+        """Tell that it is live now, so that it is known who has which version (``sync.lineage``). Doesn't wait.
+
+        seconds: of bringing and committing it. Called after `commit`, before `release`.
+        """
+        ...
+
     def release(self) -> None:
         """Give up what it holds; idempotent, never raises. `commit` can't be called afterwards."""
         ...

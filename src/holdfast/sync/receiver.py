@@ -361,6 +361,7 @@ class Receiver:
                 self._committing = None
                 if self._stats is held.stats:
                     self._stats = stats
+            held.fetched.tell_committed(stats.phases.get("transfer", 0.0) + (stats.commit_s or 0.0))
             held.fetched.release()
         finally:
             self._let_writing_go()

@@ -21,12 +21,10 @@ SAVES_MAX: Final = 5_000
 EVENTS_MAX: Final = 2_000
 _PHASES: Final = ("stall_s", "staging_s", "persist_s", "commit_s")
 _TOLD: Final = frozenset(
-    (
-        *("save.missed", "checkpoint.deleted", "load.finished", "load.fallback", "recovery", "signal", "warning"),
-        *("verify", "version.published", "version.received"),
-    )
+    ("save.missed", "checkpoint.deleted", "load.finished", "load.fallback", "recovery", "signal", "warning", "verify")
 )
 """Kinds that are shown as they are, one line each."""
+VERSION_EVENTS_MAX: Final = 2_000
 _SETTLED: Final = {"rolled_forward": "rolled forward", "removed": "removed"}
 """Outcomes of saves that a kill has hit, by what a recovery tells."""
 
@@ -123,12 +121,28 @@ def _rank_rows(rows: list[object]) -> Iterator[list[float | None]]:
 
 
 def events_of(journal: JournalLines) -> list[dict[str, Any]]:
-    """Return what else happened, the newest `EVENTS_MAX`, oldest first: fields that are numbers, texts or lists."""
+    """Return what else happened, the newest `EVENTS_MAX`, oldest first: fields that are numbers, texts or lists.
+
+    Behind them what became of versions, the newest `VERSION_EVENTS_MAX`.
+    """
     told = [line for line in journal.lines if line["kind"] in _TOLD][-EVENTS_MAX:]
     return [
         {str(name)[:40]: shown for name, value in line.items() if name != "v" and (shown := _shown(value)) is not None}
-        for line in told
+        for line in told + list(_version_events(journal))[-VERSION_EVENTS_MAX:]
     ]
+
+
+def _version_events(journal: JournalLines) -> Iterator[dict[str, Any]]:
+    """Yield when versions were published, and when receivers had them, or left."""
+    for line in journal.lines:
+        if line["kind"] == "version.published" and step_of(line.get("version")) is not None:
+            yield line
+        rows = line.get("receivers") if line["kind"] == "version.received" else None
+        for row in rows if isinstance(rows, list) else ():
+            if isinstance(row, list) and len(row) == 3 and isinstance(row[0], str):
+                version = step_of(row[1])
+                kind = "receiver.left" if version is None else "version.received"
+                yield {"t": line["t"], "kind": kind, "receiver": row[0], "version": version, "seconds": row[2]}
 
 
 def _shown(value: object) -> object:

@@ -23,6 +23,7 @@ from holdfast.coordination.failure import RankFailure
 from holdfast.coordination.group import Group, open_group, ranks_of
 from holdfast.coordination.round import Round
 from holdfast.errors import ConfigError, HoldfastError
+from holdfast.sync.lineage import tell_published
 from holdfast.sync.protocol import Published
 from holdfast.sync.session.futures import Offered
 from holdfast.sync.session.links import listener
@@ -118,13 +119,10 @@ class LinkedPublishing:
             receivers, lost = self._send(offered)
         else:
             self._stage(self._store, version, cut, deadline, encoded)
-        return Published(
-            version=version,
-            receivers=receivers,
-            lost=lost,
-            bytes_sent=self._server.bytes_sent - before if self._store is None else 0,
-            seconds=time.monotonic() - began,
-        )
+        seconds = time.monotonic() - began
+        tell_published(version, meta, rank=self._group.rank, seconds=seconds)
+        sent = self._server.bytes_sent - before if self._store is None else 0
+        return Published(version=version, receivers=receivers, lost=lost, bytes_sent=sent, seconds=seconds)
 
     def pin(self, version: int) -> None:
         self._kept().pin(version)

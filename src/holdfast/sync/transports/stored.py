@@ -20,7 +20,6 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from holdfast import events
 from holdfast.catalog.catalog import Catalog
 from holdfast.catalog.retention import Keep
 from holdfast.catalog.root import published
@@ -40,6 +39,7 @@ from holdfast.saver.startup import settle_root
 from holdfast.state.entries import Collected, check_tensor, joined, same_objects
 from holdfast.storage.entries import is_occupied
 from holdfast.storage.local import open_storage
+from holdfast.sync.lineage import tell_published
 from holdfast.sync.protocol import Published
 from holdfast.sync.transports.deltas import DeltaSeries, delta_tensors
 from holdfast.sync.transports.stored_receiving import encoded_meta
@@ -244,7 +244,8 @@ class VersionPublishing:
             raise
         self._note(name, tensors, delta)
         seconds = time.monotonic() - began
-        events.emit("version.published", step=version, rank=session.group.rank, path=self._saves_to.path(name))
+        path = self._saves_to.path(name)
+        tell_published(version, meta, rank=session.group.rank, seconds=seconds, path=path)
         return Published(version, 0, 0, nbytes, seconds)
 
     def _delta_for(self, tensors: PublishedWeights, deadline: Deadline) -> _Delta | None:

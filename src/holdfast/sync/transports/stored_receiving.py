@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import base64
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import torch.distributed as dist
 from torch import nn
 
-from holdfast import events
 from holdfast.catalog.catalog import oldest_first
 from holdfast.catalog.root import foreign_steps, published
 from holdfast.errors import (
@@ -41,6 +41,7 @@ from holdfast.state.load_plan import TensorDestination
 from holdfast.state.structure import LayoutTable
 from holdfast.state.tree import StateTree
 from holdfast.storage.entries import published_attempt
+from holdfast.sync.lineage import receiver_name, tell_received
 from holdfast.sync.protocol import TensorInfo
 from holdfast.sync.session.futures import CloseSignal
 from holdfast.sync.transports.deltas import bring_forward
@@ -78,6 +79,7 @@ class DirectoryReceiving:
     watch_every_s = LAST_LOOK_S
 
     def __init__(self, storage: Storage, name_template: str, prefix: str | None, key_map: Any) -> None:
+        self._name = receiver_name()
         self._storage = storage
         self._template = name_template
         self._prefix = prefix
@@ -124,9 +126,8 @@ class DirectoryReceiving:
         self._fetched = Sighting(step, attempt)
         path = self._storage.path(name)
         seconds = {"wait": found - began, "transfer": time.monotonic() - found}
-        return FetchedMemory(
-            destination, step, meta, seconds, lambda: events.emit("version.received", step=step, path=path)
-        )
+        tell = partial(tell_received, step, meta, receiver=self._name, path=path)
+        return FetchedMemory(destination, step, meta, seconds, lambda seconds: tell(seconds=seconds))
 
     def cancel(self) -> None:
         self._leaving.cancel()

@@ -1,6 +1,6 @@
 """Messages between a receiver and the ranks of a publisher, and the record that makes a version exist. Torch-free.
 
-    receiver -> rank          Introduce, then AskNews (rank 0), TakeLease, GiveBack, in any order
+    receiver -> rank          Introduce, then AskNews and HasCommitted (rank 0), TakeLease, GiveBack, in any order
     rank -> receiver          News (to who watches), and to each Lease: Granted, with a `BlockFile` before it if the
                               receiver hasn't got that block's memory yet, or LeaseRefused
 
@@ -80,6 +80,17 @@ class GiveBack(EngineMessage, frozen=True):
 
     block: int
     epoch: int
+
+
+class HasCommitted(EngineMessage, frozen=True):
+    """To rank 0: ``version`` is live in the receiver of this name, which keeps it over all connections.
+
+    seconds: of bringing and committing it.
+    """
+
+    receiver: str
+    version: int
+    seconds: float
 
 
 class ReadRanges(EngineMessage, frozen=True):
@@ -216,7 +227,7 @@ class DeltaOffer(msgspec.Struct, frozen=True, array_like=True):
 
 
 Read = ReadRanges | ReadDelta | AskSource | Brought | ReadHeld
-ToRank = Introduce | AskNews | TakeLease | GiveBack | Read
+ToRank = Introduce | AskNews | TakeLease | GiveBack | HasCommitted | Read
 ToHolder = ReadHeld
 FromRank = News | BlockFile | Granted | LeaseRefused
 

@@ -29,6 +29,7 @@ from holdfast.coordination.failure import RankFailure
 from holdfast.coordination.group import open_group, ranks_of
 from holdfast.coordination.round import Round, Rounds
 from holdfast.errors import ConfigError, HoldfastError, RootLocked
+from holdfast.sync.lineage import tell_published
 from holdfast.sync.protocol import Published
 from holdfast.sync.session.links import listener
 from holdfast.sync.session.rendezvous import PLACES, hosts_here, open_rendezvous, this_machine
@@ -166,6 +167,7 @@ class BlockPublishing:
         self._agreement.newest_out = version
         self._prepare_blocks(layout.block_bytes)
         seconds = time.monotonic() - began
+        tell_published(version, meta, rank=self._group.rank, seconds=seconds)
         return Published(version=version, receivers=0, lost=0, bytes_sent=0, seconds=seconds)
 
     def pin(self, version: int) -> None:

@@ -41,6 +41,7 @@ from holdfast.errors import (
 from holdfast.format.manifest import EXTENT_BYTES
 from holdfast.state.entries import torch_dtype
 from holdfast.state.structure import part_of
+from holdfast.sync.lineage import receiver_name
 from holdfast.sync.session.fetcher import infos_of, parts_of
 from holdfast.sync.session.links import Ended, EventLoop, Link
 from holdfast.sync.session.rendezvous import open_rendezvous
@@ -50,13 +51,13 @@ from holdfast.sync.versions.books import VersionKey
 from holdfast.sync.versions.mirror import MirrorBlock, RankReader
 from holdfast.sync.versions.peers import HeldMirrors, SharedFetch, bring_shared
 from holdfast.sync.versions.serving import connect_to, is_gone
-from holdfast.sync.versions.watch import Known, PublisherWatch, receiver_name
+from holdfast.sync.versions.watch import Known, PublisherWatch
 from holdfast.sync.weights.apply import twins_differ
 from holdfast.sync.weights.pieces import Local, copy_all, copy_threads, global_rank, places_of
 from holdfast.sync.weights.scatter import LiveWrite, write_live
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
     from holdfast.sync.protocol import Destination
     from holdfast.sync.versions.reads import MemoryReads
@@ -126,8 +127,8 @@ class RankConnections:
         self._asked = 0
         self._news = messages.News(())
         self._sending = threading.Lock()
-        self._returned: deque[tuple[int, messages.Granted]] = deque()
-        """Leases to give back; by whoever may send next."""
+        self._to_say: deque[tuple[int, messages.GiveBack | messages.HasCommitted]] = deque()
+        """By rank: sent by whoever may send next."""
         self.selections: dict[tuple[bytes, ...], _SelectedParts] = {}
         self._held: HeldMirrors | None = None
         name = receiver_name()
@@ -212,7 +213,14 @@ class RankConnections:
 
     def give_back(self, granted: Mapping[int, messages.Granted]) -> None:
         """End leases, by rank, soon. Any thread; doesn't wait."""
-        self._returned.extend(granted.items())
+        self._say((rank, messages.GiveBack(said.block, said.epoch)) for rank, said in granted.items())
+
+    def tell_committed(self, receiver: str, version: int, seconds: float) -> None:
+        """Tell rank 0 that a version is live, soon. Any thread; doesn't wait."""
+        self._say([(0, messages.HasCommitted(receiver, version, seconds))])
+
+    def _say(self, some: Iterable[tuple[int, messages.GiveBack | messages.HasCommitted]]) -> None:
+        self._to_say.extend(some)
         if self._sending.acquire(blocking=False):  # else who sends now does this afterwards
             self.let_go()
 
@@ -226,13 +234,13 @@ class RankConnections:
             self.let_go()
 
     def let_go(self) -> None:
-        """Give back what is to be given back, and let others send; the caller holds the lock."""
+        """Send what is to be said, and let others send; the caller holds the lock."""
         while True:
-            while self._returned:
-                rank, said = self._returned.popleft()
-                self._links[rank].send(messages.GiveBack(said.block, said.epoch))
+            while self._to_say:
+                rank, message = self._to_say.popleft()
+                self._links[rank].send(message)
             self._sending.release()
-            if not self._returned or not self._sending.acquire(blocking=False):
+            if not self._to_say or not self._sending.acquire(blocking=False):
                 return
 
     def version_of(self, block: ReadableBlock, granted: messages.Granted, digest: bytes, what: str) -> RankVersion:
@@ -302,6 +310,7 @@ class BlockReceiving:
 
         memory_reads: makes what reads blocks without their ranks.
         """
+        self._name = receiver_name()
         self._memory_reads = memory_reads
         self._fan_out = fan_out
         self._host = host
@@ -482,7 +491,7 @@ class BlockReceiving:
         except PeerLost:
             self._disconnect()
             raise
-        fetched = FetchedBlocks(destination, record, ranks, leased)
+        fetched = FetchedBlocks(destination, record, ranks, leased, self._name)
         try:
             fetched.verify(self._check)
             fetched.end_leases()
@@ -525,7 +534,10 @@ class FetchedBlocks:
         record: messages.VersionRecord,
         ranks: RankConnections,
         leased: Sequence[tuple[ReadableBlock, messages.Granted]],
+        receiver: str,
     ) -> None:
+        """receiver: its name."""
+        self._receiver = receiver
         self.version = record.version
         self.nbytes = 0
         self.seconds: Mapping[str, float] = {}
@@ -609,6 +621,9 @@ class FetchedBlocks:
         standing = self._destination.standing()
         self._destination.fill(self.version, partial(self._write_checked, standing=standing), self._content)
         self._holds = [None if held is None else held._replace(steps=()) for held in self._holds]
+
+    def tell_committed(self, seconds: float) -> None:
+        self._connections.tell_committed(self._receiver, self.version, seconds)
 
     def release(self) -> None:
         if not self._released:

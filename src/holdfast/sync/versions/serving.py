@@ -27,6 +27,7 @@ from holdfast import events
 from holdfast.coordination.deadline import Deadline
 from holdfast.coordination.failure import RankFailure
 from holdfast.errors import ConfigError, HoldfastError, StorageError
+from holdfast.sync.lineage import tell_left, tell_received
 from holdfast.sync.session.links import Ended, EventLoop, Link, connect
 from holdfast.sync.session.rendezvous import this_machine
 from holdfast.sync.versions import messages
@@ -132,6 +133,8 @@ class _LeaseHolder:
     files: set[int] = field(default_factory=set)
     watches: bool = False
     told: tuple[messages.VersionRecord, ...] | None = None
+    committed: str = ""
+    """The name of the receiver, once it has told that a version is live."""
 
 
 class BlockServer:
@@ -216,6 +219,11 @@ class BlockServer:
         elif isinstance(message, messages.GiveBack):
             with self._served.lock:
                 self._served.books.release(link, message.block, message.epoch)
+        elif isinstance(message, messages.HasCommitted):
+            reader.committed = message.receiver
+            told = next((record.meta for record in self._served.records if record.version == message.version), b"")
+            meta = msgspec.msgpack.decode(told) if told else {}
+            tell_received(message.version, meta, receiver=message.receiver, seconds=message.seconds)
 
     def _grant(self, link: Link, reader: _LeaseHolder, asked: messages.TakeLease) -> None:
         served = self._served
@@ -336,6 +344,8 @@ class BlockServer:
                 self._served.places.pop(reader.name, None)
                 for fan_out in self._served.fan_outs.values():
                     fan_out.forget(reader.name)
+            if reader.committed:
+                tell_left(reader.committed)
 
 
 def _is_same_user(sock: socket.socket) -> bool:

@@ -16,6 +16,7 @@ import msgspec
 
 from holdfast.coordination.store import BoardLost
 from holdfast.errors import ConfigError, HoldfastError
+from holdfast.sync.lineage import receiver_name
 from holdfast.sync.session.futures import CloseSignal
 from holdfast.sync.session.links import Ended, EventLoop, Link
 from holdfast.sync.session.rendezvous import PLACES, RendezvousClient
@@ -34,7 +35,6 @@ _CONNECT_S: Final = 5.0
 _ANSWER_S: Final = 0.3
 """How long a rendezvous may take to answer before it counts as silent; it is asked again."""
 _SLICE_S: Final = 0.5
-_numbers = iter(range(1, 1 << 62))
 
 
 class Known(NamedTuple):
@@ -193,8 +193,3 @@ def decode_places(found: bytes, shown: str) -> messages.PublisherPlaces:
             f"({error}); use the same on both sides",
             field="transport",
         ) from error
-
-
-def receiver_name() -> str:
-    """Return a name for a receiver that no other has."""
-    return f"{socket.gethostname()}:{os.getpid()}:{next(_numbers)}"

@@ -721,19 +721,21 @@ class FetchedMemory:
         version: int,
         meta: Mapping[str, Any],
         seconds: Mapping[str, float],
-        committed: Callable[[], None] | None = None,
+        tell: Callable[[float], None] | None = None,
     ) -> None:
-        """committed: called after each commit."""
+        """tell: called by `tell_committed`."""
         self.version = version
         self.meta = meta
         self.seconds = seconds
         self._destination = destination
-        self._has_committed = committed
+        self._tell = tell
 
     def commit(self) -> None:
         self._destination.commit(self.version)
-        if self._has_committed is not None:
-            self._has_committed()
+
+    def tell_committed(self, seconds: float) -> None:
+        if self._tell is not None:
+            self._tell(seconds)
 
     def release(self) -> None:
         self._destination.abandon()

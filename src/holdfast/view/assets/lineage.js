@@ -32,34 +32,37 @@ const lineage = {
   },
 
   versions() {
-    const events = summary.events.filter((event) => event.kind.startsWith("version."));
+    const events = summary.events.filter((event) => /^(version|receiver)\./.test(event.kind));
     if (!events.length) return null;
     const versions = new Map(), holders = new Map();
     for (const event of events) {
-      const known = versions.get(event.version) ?? { version: event.version, step: null, published: null, received: 0, slowest: 0 };
+      if (event.kind === "receiver.left") {
+        holders.delete(String(event.receiver));
+        continue;
+      }
+      const known = versions.get(event.version) ?? { version: event.version, step: null, published: null };
       known.step ??= event.step ?? null;
       if (event.kind === "version.published") known.published = event.t;
-      else {
-        known.received += 1;
-        known.slowest = Math.max(known.slowest, event.seconds ?? 0);
-        holders.set(String(event.receiver ?? "a receiver"), event);
-      }
+      else holders.set(String(event.receiver), event);
       versions.set(event.version, known);
     }
-    const newest = Math.max(...versions.keys());
-    const have = (version) => [...holders].filter(([, event]) => event.version === version).map(([name]) => name);
-    const columns = [["version", (row) => String(row.version)], ["step", (row) => (row.step === null ? NONE : count(row.step))],
-      ["published", (row) => h("span", { class: "nowrap" }, when(row.published))], ["received", (row) => count(row.received)],
-      ["slowest", (row) => seconds(row.slowest || null)], ["who has it now", (row) => have(row.version).slice(0, 12).join(", ") || NONE]];
-    const known = { step: [...versions.values()].some((row) => row.step !== null) };
-    for (const title of ["received", "slowest", "who has it now"]) known[title] = holders.size > 0;
+    const newest = Math.max(-1, ...versions.keys());
+    const saved = new Map(summary.steps.map((row) => [row.step, row.name]));
+    const stepCell = ({ step }) => (step === null ? NONE : saved.has(step) ? h("button", { type: "button", class: "link", onclick: () => go("checkpoint", saved.get(step)) }, count(step)) : count(step));
+    const have = ({ version }) => {
+      const names = [...holders].filter(([, event]) => event.version === version).map(([name]) => name).sort(natural);
+      return names.length > 8 ? `${names.slice(0, 6).join(", ")} and ${count(names.length - 6)} more` : names.join(", ") || NONE;
+    };
+    const columns = [["version", (row) => String(row.version)], ["step", stepCell],
+      ["published", (row) => h("span", { class: "nowrap" }, when(row.published))], ["who has it now", have]];
+    const known = { step: [...versions.values()].some((row) => row.step !== null), "who has it now": holders.size > 0 };
     const told = columns.filter(([title]) => known[title] ?? true);
-    const ends = told.map(([title], at) => (["step", "received", "slowest"].includes(title) ? at : -1));
+    const ends = told.map(([title], at) => (title === "step" ? at : -1));
     return h("div", { class: "two" },
       card("Weight versions", "from the journal", plainTable("Versions, the newest first", told.map(([title]) => title),
         [...versions.values()].sort((a, b) => b.version - a.version).slice(0, 100).map((row) => told.map(([, cell]) => cell(row))), ends)),
-      card("Who has which", null, !holders.size ? h("p", { class: "empty" }, "No receiver has told this journal. Those of other processes tell their own hooks.") : plainTable("Receivers", ["receiver", "version", "behind", "since"], [...holders].sort(([a], [b]) => natural(a, b)).map(([name, event]) => [
-        name, String(event.version), newest - event.version ? h("span", { class: "chip warn" }, count(newest - event.version)) : h("span", { class: "chip good" }, "newest"), `${ago(event.t)} ago`]), [])));
+      card("Who has which", null, !holders.size ? h("p", { class: "empty" }, "No receiver has one that this job knows of. Those that read a directory or a bucket tell only their own process.") : plainTable("Receivers", ["receiver", "version", "behind", "took", "since"], [...holders].sort(([a], [b]) => natural(a, b)).slice(0, 500).map(([name, event]) => [
+        name, String(event.version), newest - event.version ? h("span", { class: "chip warn" }, count(newest - event.version)) : h("span", { class: "chip good" }, "newest"), seconds(event.seconds ?? null), `${ago(event.t)} ago`]), [])));
   },
 
   chains() {

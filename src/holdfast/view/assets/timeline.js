@@ -395,12 +395,10 @@ const EVENT_TEXT = {
   signal: (event) => String(event.signal ?? ""),
   warning: (event) => `${event.what ?? ""}${event.step === undefined ? "" : ` at step ${event.step}`}: ${event.message ?? (event.tensors ?? []).join(", ")}`,
   verify: (event) => `${event.name ?? ""}: ${event.problems ? plural(event.problems, "problem") : "no problem"}`,
-  "version.published": (event) => `version ${event.version}`,
-  "version.received": (event) => `version ${event.version} by ${event.receiver ?? "a receiver"}`,
 };
 
 function eventsCard() {
-  const rows = summary.events.filter((event) => !event.kind.startsWith("version.")).slice(-200).reverse();
+  const rows = summary.events.filter((event) => !/^(version|receiver)\./.test(event.kind)).slice(-200).reverse();
   if (!rows.length) return null;
   return card("What else happened", rows.length === 200 ? "the newest 200" : null,
     plainTable("Other events, the newest first", ["when", "what", "of what"], rows.map((event) => [
