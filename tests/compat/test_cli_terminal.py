@@ -250,24 +250,73 @@ def test_a_hugging_face_directory_of_others_is_shown(tmp_path: Path) -> None:
     assert "another program" in ended.stdout
 
 
-def test_a_step_of_a_newer_release_is_listed_as_that_and_never_pruned(root: Path) -> None:
+@pytest.fixture
+def mixed(root: Path) -> Path:
+    """A root with steps of this release, 12 and 14, and of a newer one: 13 tells which, 15 doesn't."""
     for step in (13, 14, 15):
         shutil.copytree(root / "step-12", root / f"step-{step}")
     for step, told in ((13, {"format": 9, "versions": {"holdfast": "7.5.0"}}), (14, {}), (15, {"format": 9})):
         path = root / f"step-{step}" / "holdfast.json"
         written = decode_manifest(path.read_bytes(), path="")
         path.write_bytes(encode_manifest(msgspec.structs.replace(written, name=f"step-{step}", step=step, **told)))
-    ended = run("ls", root)
+    return root
+
+
+def test_a_step_of_a_newer_release_is_listed_as_that_and_never_pruned(mixed: Path) -> None:
+    ended = run("ls", mixed)
     assert ended.returncode == 1
     assert "corrupt" not in ended.stdout
     assert "it was written by Holdfast 7.5.0, and nothing is wrong with it" in ended.stderr
-    states = {row["step"]: row["state"] for row in json.loads(run("ls", root, "--json").stdout)["entries"]}
+    states = {row["step"]: row["state"] for row in json.loads(run("ls", mixed, "--json").stdout)["entries"]}
     assert (states[13], states[15]) == ("newer", "newer")
     for dry in (["--dry-run"], []):
-        assert run("prune", root, "--last", "0", *dry).returncode == 0
-        assert (root / "step-13" / "holdfast.json").exists()
-        assert (root / "step-15" / "holdfast.json").exists()
-    assert not (root / "step-12").exists(), "what it can read goes, as the rules say"
+        assert run("prune", mixed, "--last", "0", *dry).returncode == 0
+        assert (mixed / "step-13" / "holdfast.json").exists()
+        assert (mixed / "step-15" / "holdfast.json").exists()
+    assert not (mixed / "step-12").exists(), "what it can read goes, as the rules say"
+
+
+def test_verify_goes_on_after_a_step_of_a_newer_release(mixed: Path) -> None:
+    (mixed / ".holdfast").mkdir()
+    (mixed / ".holdfast" / "journal.jsonl").touch()
+    ended = run("verify", mixed)
+    assert (ended.returncode, ended.stderr) == (1, "")
+    told = {Path(line.partition(": ")[0]).name: line for line in ended.stdout.splitlines() if line[0] != " "}
+    assert set(told) == {"step-12", "step-13", "step-14", "step-15"}
+    assert all(": fine (" in told[name] for name in ("step-12", "step-14"))
+    assert all(told[name].endswith(": newer, not verified") for name in ("step-13", "step-15"))
+    assert "pip install 'holdfast>=7.5.0'" in ended.stdout
+    found = json.loads(run("verify", mixed, "--json").stdout)
+    rows = {row["step"]: row for row in found["checkpoints"]}
+    assert found["ok"] is False
+    assert {step: (row["state"], row["ok"]) for step, row in rows.items()} == {
+        12: ("verified", True),
+        13: ("newer", None),
+        14: ("verified", True),
+        15: ("newer", None),
+    }
+    assert (rows[12]["error"], rows[13]["problems"]) == (None, [])
+    assert "7.5.0" in rows[13]["error"]
+    noted = {json.loads(line)["name"] for line in (mixed / ".holdfast" / "journal.jsonl").read_text().splitlines()}
+    assert noted == {"step-12", "step-14"}, "what wasn't read wasn't verified"
+
+
+@pytest.mark.parametrize(
+    "arguments", [("ls",), ("verify",), ("show",), ("cat", "x"), ("convert", "out", "--to", "dcp")], ids=" ".join
+)
+def test_what_a_newer_release_wrote_is_no_misuse_of_any_command(arguments: tuple[str, ...], mixed: Path) -> None:
+    ended = run(arguments[0], mixed / "step-13", *arguments[1:])
+    assert ended.returncode == 1
+    assert "pip install 'holdfast>=7.5.0'" in ended.stdout + ended.stderr
+
+
+def test_verify_goes_on_after_a_format_that_no_release_writes(mixed: Path) -> None:
+    path = mixed / "step-14" / "holdfast.json"
+    written = decode_manifest(path.read_bytes(), path="")
+    path.write_bytes(encode_manifest(msgspec.structs.replace(written, format=-1)))
+    found = json.loads(run("verify", mixed, "--json").stdout)
+    rows = {row["step"]: row for row in found["checkpoints"]}
+    assert (rows[12]["ok"], rows[14]["ok"], len(rows[14]["problems"])) == (True, False, 1)
 
 
 # A hundred thousand tensors ----------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import typer
 
 from holdfast.catalog.listing import size_text
 from holdfast.errors import CheckpointNotFound, ConfigError, HoldfastError
+from holdfast.format.sealed import NewerFormat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -78,8 +79,9 @@ def came_of(ended: BaseException, kind: type[_E]) -> _E | None:
 
 
 def exit_status(error: HoldfastError) -> int:
-    """2 for what was asked wrongly, 1 for what was found."""
-    return MISUSE if isinstance(error, (ConfigError, CheckpointNotFound)) else FOUND
+    """2 for what was asked wrongly, 1 for what was found, such as a checkpoint of a newer Holdfast."""
+    asked_wrongly = isinstance(error, (ConfigError, CheckpointNotFound)) and not isinstance(error, NewerFormat)
+    return MISUSE if asked_wrongly else FOUND
 
 
 def print_json(command: str, **members: Any) -> None:
