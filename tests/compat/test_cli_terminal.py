@@ -79,14 +79,26 @@ LISTINGS = [("ls",), ("show",), ("show", "--json"), ("show", "--shards"), ("veri
 
 @pytest.mark.parametrize("arguments", LISTINGS, ids=" ".join)
 def test_a_reader_that_has_gone_is_no_traceback(root: Path, arguments: tuple[str, ...]) -> None:
+    assert without_a_reader(arguments[0], root, *arguments[1:]) == (141, "")
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("ls", "--help"), ("--version",), ("--show-completion",)])
+def test_help_whose_reader_has_gone_ends_as_other_output_does(arguments: tuple[str, ...]) -> None:
+    """rich, which prints it, has sent standard output elsewhere by then."""
+    assert without_a_reader(*arguments) == (141, "")
+    assert without_a_reader(*arguments, TERM="dumb", NO_COLOR="1") == (141, "")
+
+
+def without_a_reader(*arguments: object, **more: str) -> tuple[int, str]:
+    """Run with standard output leading to a pipe that nobody reads; return status and what is on standard error."""
     reader, writer = os.pipe()
     os.close(reader)
     process = subprocess.Popen(
-        command(arguments[0], root, *arguments[1:]), stdout=writer, stderr=subprocess.PIPE, env=environment(), text=True
+        command(*arguments), stdout=writer, stderr=subprocess.PIPE, env=environment(**more), text=True
     )
     os.close(writer)
     said = process.communicate(timeout=100)[1]
-    assert (process.returncode, said) == (141, "")
+    return process.returncode, said
 
 
 @pytest.mark.parametrize("arguments", [("ls",), ("show", "--json")], ids=" ".join)

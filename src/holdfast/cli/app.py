@@ -85,7 +85,7 @@ def main() -> None:
     """Run the command named by ``sys.argv``; ends the process with its status."""
     as_json = "--json" in sys.argv
     named = sys.argv[1:2]
-    prepare_streams()
+    output = prepare_streams()
     try:
         try:
             _app_of(named if named and named[0] in _MODULES else _MODULES)()
@@ -102,7 +102,7 @@ def main() -> None:
         )
         _end(absent, as_json=as_json)
     except OSError as error:  # of a working directory that is gone, or of what standard output leads to
-        if isinstance(error, BrokenPipeError) and is_unheard():
+        if isinstance(error, BrokenPipeError) and is_unheard(output):
             _end_unheard()
         _end(
             StorageError(
@@ -111,7 +111,7 @@ def main() -> None:
             as_json=as_json,
         )
     except SystemExit as ended:
-        if came_of(ended, BrokenPipeError) and is_unheard():
+        if came_of(ended, BrokenPipeError) and is_unheard(output):
             _end_unheard()
         if came_of(ended, KeyboardInterrupt):
             sys.exit(INTERRUPTED)

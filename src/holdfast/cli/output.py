@@ -44,18 +44,35 @@ UNHEARD: Final = 141
 LINES: Final = "\n"
 
 
-def prepare_streams() -> None:
-    """Escape what the encoding of standard output or error lacks; take one that is closed for ``/dev/null``."""
+def prepare_streams() -> tuple[int, int] | None:
+    """Escape what the encoding of standard output or error lacks; take one that is closed for ``/dev/null``.
+
+    Returns what standard output leads to, for `is_unheard`.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the process ends
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    return _output()
 
 
-def is_unheard() -> bool:
-    """Return True if nobody can read standard output any more: a broken pipe may also be that of an engine."""
+def _output() -> tuple[int, int] | None:
+    try:
+        found = os.fstat(sys.stdout.fileno())
+    except (OSError, ValueError):
+        return None
+    return found.st_dev, found.st_ino
+
+
+def is_unheard(output: tuple[int, int] | None) -> bool:
+    """Return True if nobody can read standard output any more: a broken pipe may also be that of an engine.
+
+    output: what it led to at first. rich sends it to ``/dev/null`` when its reader has gone.
+    """
+    if _output() != output:
+        return True
     poll = select.poll()
     try:
         poll.register(sys.stdout.fileno(), 0)  # errors are told without being asked for
