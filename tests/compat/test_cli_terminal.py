@@ -22,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from rich.cells import cell_len
 
 import holdfast
 from holdfast.format.manifest import decode_manifest, encode_manifest
@@ -161,27 +162,63 @@ _SLOW = """
 import sys, time
 from holdfast.cli.output import progress_bar
 pause, steps = float(sys.argv[1]), int(sys.argv[2])
-with progress_bar("/a/path/of/a/checkpoint/that/is/longer/than/the/terminal/is/wide/step-1") as progress:
+with progress_bar("/[red]a[/] {x}\x1b[31m/path/that/is/longer/than/the/terminal/is/wide/漢字漢字/step-1") as progress:
     for number in range(steps + 1):
         if progress is not None:
             progress(number << 24, steps << 24)
         time.sleep(pause)
 print("done", progress is not None)
 """
+_NO_SIGNS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-@pytest.mark.parametrize("columns", [60, 200])
-def test_a_bar_has_bytes_per_second_and_time_left_on_one_line(columns: int) -> None:
-    status, seen = on_a_terminal([sys.executable, "-c", _SLOW, "0.1", "20"], columns)
+ASCII = {"LC_ALL": "POSIX", "PYTHONIOENCODING": "ascii"}
+
+
+@pytest.mark.parametrize("columns", [40, 60, 200])
+@pytest.mark.parametrize("locale", [{}, ASCII], ids=["utf-8", "ascii"])
+def test_a_bar_has_bytes_per_second_and_time_left_on_one_line(columns: int, locale: dict[str, str]) -> None:
+    status, seen = on_a_terminal([sys.executable, "-c", _SLOW, "0.1", "20"], columns, **locale)
     assert status == 0
-    assert "MiB/s" in seen
-    assert re.search(r"0:00:0\d", seen)
-    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen)
+    drawn = _NO_SIGNS.sub("", seen)
+    assert re.search(r"\d MiB/s +0:00:0\d", drawn)
     lines = [line for line in re.split(r"[\r\n]+", drawn) if "MiB" in line]
     assert lines
-    assert max(map(len, lines)) <= columns, "one that wraps would leave its first line behind"
+    assert max(map(cell_len, lines)) <= columns, "one that wraps would leave its first line behind"
+    assert ("漢字/step-1" in drawn if not locale else "\\u6f22\\u5b57/step-1" in drawn) == (columns > 60)
+    assert ("[red]a[/] {x}\\x1b[31m" in drawn) == (columns == 200), "and is no markup, and nothing to fill in"
     assert drawn.count("\n") == 2, "and there is one line of it"
     assert drawn.endswith("done True\r\n")
+
+
+def test_a_bar_follows_the_width_of_its_terminal() -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 200, 0, 0))
+    arguments = [sys.executable, "-c", _SLOW, "0.1", "20"]
+    with subprocess.Popen(arguments, stdout=theirs, stderr=theirs, env=environment()) as process:
+        os.close(theirs)
+        before = _until(ours, b"MiB/s")
+        fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 44, 0, 0))
+        after = _until(ours, b"done True")
+        os.close(ours)
+        assert process.wait(60) == 0
+    lines = [_NO_SIGNS.sub("", text).splitlines() for text in (before, after)]
+    assert max(map(cell_len, lines[0])) > 150
+    drawn = [line for line in lines[1][2:] if "MiB" in line]  # the first may have been under way
+    assert drawn
+    assert max(map(cell_len, drawn)) <= 44
+    assert all("MiB/s" in line for line in drawn)
+
+
+def _until(terminal: int, sign: bytes) -> str:
+    seen = b""
+    while sign not in seen:
+        seen += os.read(terminal, 1 << 16)
+    return seen.decode()
+
+
+def test_a_terminal_that_can_not_draw_shows_no_bar() -> None:
+    assert on_a_terminal([sys.executable, "-c", _SLOW, "0.1", "8"], 80, TERM="dumb") == (0, "done False\r\n")
 
 
 def test_there_is_no_bar_for_what_is_quick_and_none_in_a_pipe() -> None:

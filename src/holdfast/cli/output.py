@@ -212,14 +212,16 @@ def print_rows(titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: S
 
 _SHOWN_AFTER_S: Final = 0.5
 """A bar that would be gone before it could be read isn't shown."""
-_BESIDE_TITLE: Final = 52
-"""Columns for a bar of 8, ``100% of 1023.9 MiB, 1023.9 MiB/s`` and the time left."""
+_BESIDE_TITLE: Final = 41
+"""Columns for ``100% of 1023.9 MiB, 1023.9 MiB/s`` and the time left."""
+_BAR: Final = 9
+_TITLE_MIN: Final = 8
 
 
 @contextlib.contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], object] | None]:
-    """A function to call with (bytes done, bytes in all); None where nobody looks at a terminal."""
-    if not sys.stderr.isatty():
+    """A function to call with (bytes done, bytes in all); None where nobody looks at a terminal that can draw."""
+    if not sys.stderr.isatty() or os.environ.get("TERM", "").lower() in ("dumb", "unknown"):
         yield None
         return
     bar, began = contextlib.ExitStack(), time.monotonic()
@@ -238,22 +240,35 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], object] | None]:
 
 @contextlib.contextmanager
 def _bar(title: str) -> Iterator[Callable[[int, int], object]]:
-    """A line of standard error, whatever the terminal's width, that is gone at the end."""
+    """A line of standard error, whatever the terminal's width is or becomes, that is gone at the end."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
     from rich.table import Column
 
+    def one_line() -> Column:
+        return Column(no_wrap=True, overflow="crop")
+
     console = Console(stderr=True)
-    text = shown(title)
-    room = max(8, console.width - _BESIDE_TITLE)
-    columns = (
-        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
-        BarColumn(bar_width=None, table_column=Column(ratio=1)),
-        TextColumn("{task.fields[amount]}", markup=False, table_column=Column(no_wrap=True)),
-        TimeRemainingColumn(table_column=Column(no_wrap=True)),
-    )
-    with Progress(*columns, console=console, transient=True, expand=True) as progress:
-        task = progress.add_task(text if len(text) <= room else f"…{text[1 - room :]}", total=None, amount="")
+    bar = BarColumn(bar_width=None, table_column=Column(ratio=1))
+    amount = TextColumn("{task.fields[amount]}", markup=False, table_column=one_line())
+    left = TimeRemainingColumn(table_column=one_line())
+
+    class Line(Progress):
+        def get_renderables(self) -> Iterator[Any]:
+            """Leave out the bar and then the title where there is no room; the figures are what matters."""
+            room = console.width - _BESIDE_TITLE
+            columns: list[ProgressColumn] = [amount, left]
+            if room >= _BAR + _TITLE_MIN:
+                columns.insert(0, bar)
+                room -= _BAR
+            if room >= _TITLE_MIN:
+                text = _fitting(title, room - 1, console.encoding).replace("{", "{{").replace("}", "}}")
+                columns.insert(0, TextColumn(text, markup=False, table_column=one_line()))
+            self.columns = tuple(columns)
+            yield self.make_tasks_table(self.tasks)
+
+    with Line(console=console, transient=True, expand=True) as progress:
+        task = progress.add_task("", total=None, amount="")
 
         def show(done: int, total: int) -> None:
             speed = progress.tasks[0].speed
@@ -261,3 +276,17 @@ def _bar(title: str) -> Iterator[Callable[[int, int], object]]:
             progress.update(task, completed=done, total=total, amount=amount)
 
         yield show
+
+
+def _fitting(text: str, room: int, encoding: str) -> str:
+    """Return the end of ``text`` that takes at most ``room`` columns of a terminal of this encoding."""
+    from rich.cells import cell_len
+
+    text = shown(text).encode(encoding, "backslashreplace").decode(encoding)
+    if cell_len(text) <= room:
+        return text
+    mark = "…" if encoding.startswith("utf") else "..."
+    text = text[-room:]
+    while cell_len(mark + text) > room:
+        text = text[1:]
+    return mark + text
