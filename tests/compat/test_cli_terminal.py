@@ -144,6 +144,31 @@ def test_names_that_an_encoding_or_a_terminal_can_not_show_are_escaped(root: Pat
     assert "[red]ü\\n\\x1b[31m" in seen
 
 
+# Completion -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["holdfast", "re"], {"recover", "report"}),
+        (["holdfast", "ls", "--"], {"--json", "--help"}),
+        (["holdfast", "convert", "a", "b", "--to", ""], {"dcp", "torch", "hf"}),
+        (["holdfast", "[/]", "--j"], set()),
+    ],
+)
+def test_a_shell_is_told_what_may_come_next(words: list[str], offered: set[str]) -> None:
+    asked = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+    ended = run(_HOLDFAST_COMPLETE="complete_bash", **asked)
+    assert (ended.returncode, set(ended.stdout.split()), ended.stderr) == (0, offered, "")
+
+
+def test_help_and_completion_name_the_command_however_it_was_started() -> None:
+    assert "Usage: holdfast ls [OPTIONS]" in run("ls", "--help").stdout
+    script = run(_HOLDFAST_COMPLETE="source_bash").stdout
+    assert "_HOLDFAST_COMPLETE=complete_bash" in script
+    assert script.rstrip().endswith(" holdfast")
+
+
 # Terminals --------------------------------------------------------------------------------------------------------
 
 

@@ -88,7 +88,7 @@ def main() -> None:
     output = prepare_streams()
     try:
         try:
-            _app_of(named if named and named[0] in _MODULES else _MODULES)()
+            _app_of(named if named and named[0] in _MODULES else _MODULES)(prog_name="holdfast")
         finally:
             sys.stdout.flush()  # here, where a full disk is still a message
     except HoldfastError as error:
