@@ -6,6 +6,7 @@ As processes of their own; none of them imports torch but where a test says so.
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import pty
@@ -25,6 +26,7 @@ import pytest
 from rich.cells import cell_len
 
 import holdfast
+from holdfast.cli.output import print_rows
 from holdfast.format.manifest import decode_manifest, encode_manifest
 
 SOURCE = str(Path(holdfast.__file__).parents[1])
@@ -181,6 +183,19 @@ def test_tables_are_the_same_on_terminals_of_any_width_and_in_a_pipe(root: Path,
         piped = run(*arguments, COLUMNS=str(columns)).stdout
         ages = re.compile(r"\d+ (s|min|h|d)\b *")
         assert ages.sub("", seen.replace("\r\n", "\n")) == ages.sub("", piped)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_columns_stand_where_a_terminal_has_them(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some characters take two columns, some none, and some are escaped."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="backslashreplace")
+    monkeypatch.setattr(sys, "stdout", stream)
+    names = ("plain", "漢字", "combined e\u0301", "[/]\x1b[2J", "😀", "x" * 40)
+    print_rows(("name", "size"), [(name, str(10**number)) for number, name in enumerate(names)], right=(1,))
+    stream.seek(0)
+    lines = stream.read().splitlines()
+    assert len(lines) == 7
+    assert len(set(map(cell_len, lines))) == 1
 
 
 _SLOW = """

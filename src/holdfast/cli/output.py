@@ -202,12 +202,30 @@ def age_text(created: str | None) -> str:
 
 def print_rows(titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:
     """Columns under their titles, each as wide as it needs; those in ``right`` end at the same place."""
-    if not all("".join(column).isprintable() for column in zip(*rows, strict=True)):
-        rows = [[shown(cell) for cell in row] for row in rows]
-    table = [titles, *rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    line = "  ".join(f"%{'' if column in right else '-'}{width}s" for column, width in enumerate(widths))
-    sys.stdout.write("\n".join([(line % tuple(row)).rstrip() for row in table]) + "\n")
+    columns = []
+    for number, cells in enumerate(zip(titles, *rows, strict=True)):
+        pad = str.rjust if number in right else str.ljust
+        text = "".join(cells)
+        if text.isascii() and text.isprintable():
+            width = max(map(len, cells))
+            columns.append([pad(cell, width) for cell in cells])
+        else:
+            columns.append(_padded([_escaped(cell, sys.stdout.encoding or "utf-8") for cell in cells], pad))
+    sys.stdout.write("\n".join(["  ".join(row).rstrip() for row in zip(*columns, strict=True)]) + "\n")
+
+
+def _padded(cells: list[str], pad: Callable[[str, int], str]) -> list[str]:
+    """Return ``cells`` as wide as the widest, as a terminal counts: some characters take two columns, some none."""
+    from rich.cells import cell_len
+
+    widths = [cell_len(cell) for cell in cells]
+    widest = max(widths)
+    return [pad(cell, len(cell) + widest - width) for cell, width in zip(cells, widths, strict=True)]
+
+
+def _escaped(text: str, encoding: str) -> str:
+    """``text`` as `shown`, and without what ``encoding`` lacks."""
+    return shown(text).encode(encoding, "backslashreplace").decode(encoding)
 
 
 _SHOWN_AFTER_S: Final = 0.5
@@ -282,7 +300,7 @@ def _fitting(text: str, room: int, encoding: str) -> str:
     """Return the end of ``text`` that takes at most ``room`` columns of a terminal of this encoding."""
     from rich.cells import cell_len
 
-    text = shown(text).encode(encoding, "backslashreplace").decode(encoding)
+    text = _escaped(text, encoding)
     if cell_len(text) <= room:
         return text
     mark = "…" if encoding.startswith("utf") else "..."
