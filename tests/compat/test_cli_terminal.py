@@ -239,14 +239,16 @@ def test_a_bar_follows_the_width_of_its_terminal() -> None:
         os.close(theirs)
         before = _until(ours, b"MiB/s")
         fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 44, 0, 0))
-        after = _until(ours, b"done True")
-        os.close(ours)
+        after = _until(ours, b"done True\r\n")
         assert process.wait(60) == 0
+        os.close(ours)
     lines = [_NO_SIGNS.sub("", text).splitlines() for text in (before, after)]
     assert max(map(cell_len, lines[0])) > 150
-    drawn = [line for line in lines[1][2:] if "MiB" in line]  # the first may have been under way
-    assert drawn
+    drawn = [line for line in lines[1] if "MiB" in line]
+    while cell_len(drawn[0]) > 44:  # was under way
+        del drawn[0]
     assert max(map(cell_len, drawn)) <= 44
+    assert len(drawn) > 3
     assert all("MiB/s" in line for line in drawn)
 
 
@@ -309,6 +311,38 @@ def test_a_path_that_is_not_there_is_misuse_of_every_command(name: str, tmp_path
     assert str(missing) in found["error"]["message"]
     assert ended.stderr == f"holdfast: {found['error']['message']}\n"
     assert not list(tmp_path.iterdir()), "and nothing is written"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says", "see"),
+    [
+        (("sl", "ROOT"), "No such command 'sl'", ""),
+        (("--\u202e[/]\x1b[2J",), "--\\u202e[/]\\x1b[2J", ""),
+        (("ls",), "PATH", "ls "),
+        (("ls", "ROOT", "[red]x[/red]"), "([red]x[/red])", "ls "),
+        (("ls", "ROOT", "--jsno"), "--jsno", "ls "),
+        (("show", "ROOT", "--step", "[/]"), "--step", "show "),
+        (("convert", "ROOT", "out"), "--to", "convert "),
+        (("convert", "ROOT", "out", "--to", "[/]"), "'dcp', 'torch', 'hf'", "convert "),
+        (("view", "ROOT", "--port", "99999"), "65535", "view "),
+        (("bench", "--only", "[/]"), "'[/]'", "bench "),
+    ],
+)
+def test_a_command_line_that_is_wrong_is_told_on_one_line(
+    arguments: tuple[str, ...], says: str, see: str, root: Path
+) -> None:
+    status, seen = on_a_terminal(command(*[str(root) if word == "ROOT" else word for word in arguments]), 40)
+    assert status == 2
+    assert seen.startswith("holdfast: ")
+    assert says in seen
+    assert seen.endswith(f"see `holdfast {see}--help`\r\n")
+    assert (seen.count("\n"), ESCAPE in seen) == (1, False)
+
+
+def test_without_a_command_help_is_printed_and_it_is_misuse() -> None:
+    ended = run()
+    assert (ended.returncode, ended.stderr) == (2, "")
+    assert "Usage: holdfast [OPTIONS] COMMAND" in ended.stdout
 
 
 @pytest.mark.parametrize(
