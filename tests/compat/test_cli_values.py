@@ -233,6 +233,43 @@ def test_cat_prints_any_dtype(shell: Shell, tmp_path: Path, dtype: torch.dtype) 
     assert shell.document("cat", tmp_path / "one", "model.w", "--slice", ":3")["shape"] == [3]
 
 
+def test_cat_describes_values(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.cli.show._PIECE", 64)
+    torch.manual_seed(1)
+    values = torch.randn(30, 7) * 3 + 100
+    odd = values.clone()
+    odd[0, :4] = torch.tensor([math.nan, math.inf, -math.inf, 0.0])
+    tensors = {
+        "float": values,
+        "odd": odd,
+        "half": values.bfloat16(),
+        "fp8": values.to(torch.float8_e4m3fn),
+        "ids": torch.arange(210) % 2 + 10**9,
+        "bool": values > 100,
+    }
+    one = saved(tmp_path / "one", **tensors, empty=torch.ones(0), none=odd[0, :3], complex=values + 1j)
+    for name, tensor in tensors.items():
+        found = shell.document("cat", one, f"model.{name}")["statistics"]
+        wide = tensor.reshape(-1).double()
+        finite = wide[wide.isfinite()]
+        assert found == {
+            "elements": 210,
+            "min": float(finite.min()),
+            "max": float(finite.max()),
+            "mean": pytest.approx(float(finite.mean()), rel=1e-14),
+            "std": pytest.approx(float(finite.std(correction=0)), rel=1e-12),
+            "norm": pytest.approx(float(finite.norm()), rel=1e-14),
+            **({"nan": 1, "inf": 2} if name == "odd" else {}),
+            "zeros": int((wide == 0).sum()),
+        }
+    facts = {name: shell.document("cat", one, f"model.{name}")["statistics"] for name in ("empty", "none", "complex")}
+    assert facts == {
+        "empty": {"elements": 0},
+        "none": {"elements": 3, "nan": 1, "inf": 2, "zeros": 0},
+        "complex": {"elements": 210},
+    }
+
+
 # export and convert ------------------------------------------------------------------------------------------------
 
 

@@ -83,6 +83,27 @@ def says_and_does(root: Root, *options: str, path: str = "", status: int = 0) ->
     return done
 
 
+def test_prune_removes_what_an_interrupted_one_has_hidden(root: Root) -> None:
+    for step in (1, 2, 3):
+        root.save(step)
+    root.storage.hide("step-1")  # and it ends before the objects are deleted
+    before = root.tree()
+    assert any(key.startswith("run/step-1/") for key in before)
+    root.proxy.clear()
+    for dry in (["--dry-run"], []):
+        ended = CliRunner().invoke(app, ["prune", root.url, "--last", "1", "--json", *dry])
+        assert ended.exit_code == 0, ended.output
+        rows = {row["step"]: row["outcome"] for row in json.loads(ended.stdout)["steps"]}
+        assert rows == {2: "goes" if dry else "gone", 3: "kept"}
+        if dry:
+            assert {method for method, _ in root.proxy.seen} <= UNCHANGING
+            assert root.tree() == before
+    left = [key for key in root.tree() if "step-" in key]
+    assert left
+    assert all(key.startswith("run/step-3/") for key in left)
+    assert root.storage.unsettled() == []
+
+
 def leave(root: Root, step: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> str:
     """Save up to the last step, which is not taken; returns the attempt."""
 

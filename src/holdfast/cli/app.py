@@ -25,7 +25,6 @@ from holdfast.cli.output import (
     is_unheard,
     prepare_streams,
     print_error,
-    print_error_document,
 )
 from holdfast.errors import ConfigError, HoldfastError, StorageError
 
@@ -54,19 +53,21 @@ _MODULES: Final = {
 
 
 def _holdfast(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,  # noqa: FBT002
 ) -> None:
     """Handle options that come before a command."""
     if version:
         typer.echo(__version__)
-        raise typer.Exit
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(MISUSE)
 
 
 def _app_of(names: Iterable[str]) -> typer.Typer:
     made = typer.Typer(
         name="holdfast",
         help="Checkpoints for PyTorch that never stall training and are never half there.",
-        no_args_is_help=True,
         pretty_exceptions_enable=False,
     )
     made.callback(invoke_without_command=True)(_holdfast)
@@ -85,10 +86,11 @@ def main() -> None:
     """Run the command named by ``sys.argv``; ends the process with its status."""
     as_json = "--json" in sys.argv
     named = sys.argv[1:2]
-    prepare_streams()
+    output = prepare_streams()
     try:
         try:
-            _app_of(named if named and named[0] in _MODULES else _MODULES)()
+            run = _app_of(named if named and named[0] in _MODULES else _MODULES)
+            status = run(prog_name="holdfast", standalone_mode=False)
         finally:
             sys.stdout.flush()  # here, where a full disk is still a message
     except HoldfastError as error:
@@ -102,7 +104,7 @@ def main() -> None:
         )
         _end(absent, as_json=as_json)
     except OSError as error:  # of a working directory that is gone, or of what standard output leads to
-        if isinstance(error, BrokenPipeError) and is_unheard():
+        if isinstance(error, BrokenPipeError) and is_unheard(output):
             _end_unheard()
         _end(
             StorageError(
@@ -111,18 +113,19 @@ def main() -> None:
             as_json=as_json,
         )
     except SystemExit as ended:
-        if came_of(ended, BrokenPipeError) and is_unheard():
+        if came_of(ended, BrokenPipeError) and is_unheard(output):
             _end_unheard()
-        if came_of(ended, KeyboardInterrupt):
-            sys.exit(INTERRUPTED)
-        if as_json and ended.code == MISUSE:
-            # What the command line lacks is on standard error by now.
-            why: Any = ended.__context__
-            message = why.format_message() if hasattr(why, "format_message") else "the command line can't be understood"
-            print_error_document(ConfigError(message))
         raise
-    except KeyboardInterrupt:  # while modules were imported: typer has others
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED)
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            raise
+        # Of typer, for a command line that can't be understood; its classes aren't the same in all releases.
+        command = f"holdfast {named[0]}" if named and named[0] in _MODULES else "holdfast"
+        message = " ".join(error.format_message().split()).rstrip(".")
+        _end(ConfigError(f"{message}{'' if message[-1:] == '?' else ';'} see `{command} --help`"), as_json=as_json)
+    sys.exit(status)
 
 
 def _end(error: HoldfastError, *, as_json: bool) -> NoReturn:

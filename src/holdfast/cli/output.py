@@ -23,6 +23,7 @@ import typer
 
 from holdfast.catalog.listing import size_text
 from holdfast.errors import CheckpointNotFound, ConfigError, HoldfastError
+from holdfast.format.sealed import NewerFormat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -43,18 +44,35 @@ UNHEARD: Final = 141
 LINES: Final = "\n"
 
 
-def prepare_streams() -> None:
-    """Escape what the encoding of standard output or error lacks; take one that is closed for ``/dev/null``."""
+def prepare_streams() -> tuple[int, int] | None:
+    """Escape what the encoding of standard output or error lacks; take one that is closed for ``/dev/null``.
+
+    Returns what standard output leads to, for `is_unheard`.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the process ends
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    return _output()
 
 
-def is_unheard() -> bool:
-    """Return True if nobody can read standard output any more: a broken pipe may also be that of an engine."""
+def _output() -> tuple[int, int] | None:
+    try:
+        found = os.fstat(sys.stdout.fileno())
+    except (OSError, ValueError):
+        return None
+    return found.st_dev, found.st_ino
+
+
+def is_unheard(output: tuple[int, int] | None) -> bool:
+    """Return True if nobody can read standard output any more: a broken pipe may also be that of an engine.
+
+    output: what it led to at first. rich sends it to ``/dev/null`` when its reader has gone.
+    """
+    if _output() != output:
+        return True
     poll = select.poll()
     try:
         poll.register(sys.stdout.fileno(), 0)  # errors are told without being asked for
@@ -78,8 +96,9 @@ def came_of(ended: BaseException, kind: type[_E]) -> _E | None:
 
 
 def exit_status(error: HoldfastError) -> int:
-    """2 for what was asked wrongly, 1 for what was found."""
-    return MISUSE if isinstance(error, (ConfigError, CheckpointNotFound)) else FOUND
+    """2 for what was asked wrongly, 1 for what was found, such as a checkpoint of a newer Holdfast."""
+    asked_wrongly = isinstance(error, (ConfigError, CheckpointNotFound)) and not isinstance(error, NewerFormat)
+    return MISUSE if asked_wrongly else FOUND
 
 
 def print_json(command: str, **members: Any) -> None:
@@ -183,24 +202,44 @@ def age_text(created: str | None) -> str:
 
 def print_rows(titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:
     """Columns under their titles, each as wide as it needs; those in ``right`` end at the same place."""
-    if not all("".join(column).isprintable() for column in zip(*rows, strict=True)):
-        rows = [[shown(cell) for cell in row] for row in rows]
-    table = [titles, *rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    line = "  ".join(f"%{'' if column in right else '-'}{width}s" for column, width in enumerate(widths))
-    sys.stdout.write("\n".join([(line % tuple(row)).rstrip() for row in table]) + "\n")
+    columns = []
+    for number, cells in enumerate(zip(titles, *rows, strict=True)):
+        pad = str.rjust if number in right else str.ljust
+        text = "".join(cells)
+        if text.isascii() and text.isprintable():
+            width = max(map(len, cells))
+            columns.append([pad(cell, width) for cell in cells])
+        else:
+            columns.append(_padded([_escaped(cell, sys.stdout.encoding or "utf-8") for cell in cells], pad))
+    sys.stdout.write("\n".join(["  ".join(row).rstrip() for row in zip(*columns, strict=True)]) + "\n")
+
+
+def _padded(cells: list[str], pad: Callable[[str, int], str]) -> list[str]:
+    """Return ``cells`` as wide as the widest, as a terminal counts: some characters take two columns, some none."""
+    from rich.cells import cell_len
+
+    widths = [cell_len(cell) for cell in cells]
+    widest = max(widths)
+    return [pad(cell, len(cell) + widest - width) for cell, width in zip(cells, widths, strict=True)]
+
+
+def _escaped(text: str, encoding: str) -> str:
+    """``text`` as `shown`, and without what ``encoding`` lacks."""
+    return shown(text).encode(encoding, "backslashreplace").decode(encoding)
 
 
 _SHOWN_AFTER_S: Final = 0.5
 """A bar that would be gone before it could be read isn't shown."""
-_BESIDE_TITLE: Final = 52
-"""Columns for a bar of 8, ``100% of 1023.9 MiB, 1023.9 MiB/s`` and the time left."""
+_BESIDE_TITLE: Final = 41
+"""Columns for ``100% of 1023.9 MiB, 1023.9 MiB/s`` and the time left."""
+_BAR: Final = 9
+_TITLE_MIN: Final = 8
 
 
 @contextlib.contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], object] | None]:
-    """A function to call with (bytes done, bytes in all); None where nobody looks at a terminal."""
-    if not sys.stderr.isatty():
+    """A function to call with (bytes done, bytes in all); None where nobody looks at a terminal that can draw."""
+    if not sys.stderr.isatty() or os.environ.get("TERM", "").lower() in ("dumb", "unknown"):
         yield None
         return
     bar, began = contextlib.ExitStack(), time.monotonic()
@@ -219,22 +258,35 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], object] | None]:
 
 @contextlib.contextmanager
 def _bar(title: str) -> Iterator[Callable[[int, int], object]]:
-    """A line of standard error, whatever the terminal's width, that is gone at the end."""
+    """A line of standard error, whatever the terminal's width is or becomes, that is gone at the end."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
     from rich.table import Column
 
+    def one_line() -> Column:
+        return Column(no_wrap=True, overflow="crop")
+
     console = Console(stderr=True)
-    text = shown(title)
-    room = max(8, console.width - _BESIDE_TITLE)
-    columns = (
-        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
-        BarColumn(bar_width=None, table_column=Column(ratio=1)),
-        TextColumn("{task.fields[amount]}", markup=False, table_column=Column(no_wrap=True)),
-        TimeRemainingColumn(table_column=Column(no_wrap=True)),
-    )
-    with Progress(*columns, console=console, transient=True, expand=True) as progress:
-        task = progress.add_task(text if len(text) <= room else f"…{text[1 - room :]}", total=None, amount="")
+    bar = BarColumn(bar_width=None, table_column=Column(ratio=1))
+    amount = TextColumn("{task.fields[amount]}", markup=False, table_column=one_line())
+    left = TimeRemainingColumn(table_column=one_line())
+
+    class Line(Progress):
+        def get_renderables(self) -> Iterator[Any]:
+            """Leave out the bar and then the title where there is no room; the figures are what matters."""
+            room = console.width - _BESIDE_TITLE
+            columns: list[ProgressColumn] = [amount, left]
+            if room >= _BAR + _TITLE_MIN:
+                columns.insert(0, bar)
+                room -= _BAR
+            if room >= _TITLE_MIN:
+                text = _fitting(title, room - 1, console.encoding).replace("{", "{{").replace("}", "}}")
+                columns.insert(0, TextColumn(text, markup=False, table_column=one_line()))
+            self.columns = tuple(columns)
+            yield self.make_tasks_table(self.tasks)
+
+    with Line(console=console, transient=True, expand=True) as progress:
+        task = progress.add_task("", total=None, amount="")
 
         def show(done: int, total: int) -> None:
             speed = progress.tasks[0].speed
@@ -242,3 +294,17 @@ def _bar(title: str) -> Iterator[Callable[[int, int], object]]:
             progress.update(task, completed=done, total=total, amount=amount)
 
         yield show
+
+
+def _fitting(text: str, room: int, encoding: str) -> str:
+    """Return the end of ``text`` that takes at most ``room`` columns of a terminal of this encoding."""
+    from rich.cells import cell_len
+
+    text = _escaped(text, encoding)
+    if cell_len(text) <= room:
+        return text
+    mark = "…" if encoding.startswith("utf") else "..."
+    text = text[-room:]
+    while cell_len(mark + text) > room:
+        text = text[1:]
+    return mark + text

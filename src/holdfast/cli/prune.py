@@ -105,13 +105,11 @@ def _pruned(storage: Storage, template: str, keep: Keep) -> list[_PrunedStep]:
     with storage.lock():
         catalog = Catalog(storage, template, keep)
         before = _tried(storage, template, keep)
-        hidden: list[str] = []
-        catalog.apply_retention(None, hidden.append)
+        catalog.apply_retention(None, lambda _: None)  # hides it
         there = set(catalog.entries())
-        if not isinstance(storage, ObjectStorage):  # what a prune that was interrupted has hidden, too
-            hidden = [found.entry for found in storage.unsettled() if found.kind == "trash"]
-        for name in hidden:
-            remove_hidden(storage, name)  # or else `recover`, or the next manager: it is invisible
+        for found in storage.unsettled():
+            if found.kind == "trash":  # also of a prune that was interrupted
+                remove_hidden(storage, found.entry)  # or else `recover`, or the next manager: it is invisible
     return [
         row
         if row.outcome == "kept"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import functools
-import math
 import sys
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
@@ -254,7 +253,7 @@ def _index_of(text: str | None) -> Index | None:
 
 def _cat_tensor(checkpoint: Checkpoint, name: str, index: Index | None, *, everything: bool, as_json: bool) -> None:
     tensor = checkpoint.read(name, index)
-    facts = statistics_of(tensor)
+    facts = _facts(tensor)
     if as_json:
         if tensor.numel() > _JSON_ELEMENTS_MAX:
             raise ConfigError(
@@ -284,26 +283,28 @@ def _cat_tensor(checkpoint: Checkpoint, name: str, index: Index | None, *, every
 _JSON_ELEMENTS_MAX: Final = 1_000_000
 
 
-def statistics_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return minimum, maximum, mean, standard deviation and norm of the finite elements, and how many aren't finite."""
-    import torch
+_PIECE: Final = 1 << 20
+"""Elements that are described at a time, so that no float64 copy of a large tensor is made."""
 
-    if not tensor.numel() or tensor.is_complex():
-        return {"elements": tensor.numel()}
-    try:
-        values = tensor.reshape(-1).to(torch.float64)
-    except (RuntimeError, NotImplementedError):  # packed fp4
-        return {"elements": tensor.numel()}
-    finite = values[torch.isfinite(values)]
+
+def _facts(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return minimum, maximum, mean, standard deviation and norm of the finite elements, and how many aren't finite."""
+    from holdfast.loader.values import ValueSums, values_of
+
     found: dict[str, Any] = {"elements": tensor.numel()}
-    if finite.numel():
-        spread = float(finite.std(correction=0))
-        found |= {"min": float(finite.min()), "max": float(finite.max()), "mean": float(finite.mean()), "std": spread}
-        found["norm"] = math.sqrt(float(finite.square().sum()))
-    if finite.numel() < values.numel():
-        found |= {"nan": int(torch.isnan(values).sum()), "inf": int(torch.isinf(values).sum())}
-    found["zeros"] = int((values == 0).sum())
-    return found
+    if not tensor.numel() or tensor.is_complex():
+        return found
+    sums, row = ValueSums(), tensor.reshape(-1)
+    for at in range(0, tensor.numel(), _PIECE):
+        values = values_of(row[at : at + _PIECE])
+        if values is None:  # packed fp4
+            return found
+        sums.add(values)
+    if sums.count:
+        found |= {"min": sums.least, "max": sums.most, "mean": sums.mean, "std": sums.std, "norm": sums.norm}
+    if sums.nans or sums.infinite:
+        found |= {"nan": sums.nans, "inf": sums.infinite}
+    return {**found, "zeros": sums.zeros}
 
 
 def _printable(tensor: torch.Tensor, most: int) -> str:

@@ -15,9 +15,10 @@ import typer
 from holdfast.catalog.journal import note_verified
 from holdfast.catalog.listing import existing_directory, size_text
 from holdfast.cli.ls import entries_of, is_one_checkpoint, none_in, of_step
-from holdfast.cli.output import AsJson, exit_status, print_json, progress_bar, shown
+from holdfast.cli.output import AsJson, print_json, progress_bar, shown
 from holdfast.errors import CheckpointNotFound, ConfigError, HoldfastError
 from holdfast.export.verify import is_export, verify_export
+from holdfast.format.sealed import NewerFormat
 from holdfast.loader.checkpoint import VerifyReport, problem_of, verify_source
 from holdfast.loader.sources.open import open_source
 from holdfast.storage.local import open_storage
@@ -34,6 +35,8 @@ class _Result:
     step: int | None
     report: VerifyReport
     kind: Literal["checkpoint", "export"] = "checkpoint"
+    newer: str | None = None
+    """Why nothing of it was read: a newer Holdfast wrote it. Whether it is ``ok`` isn't known."""
 
 
 def verify(
@@ -47,8 +50,9 @@ def verify(
 
     Of an export for Hugging Face also compare the index with the headers of its files, and see that JSON files parse.
 
-    Exit status 1 where anything is wrong. Changes nothing, and may run beside a job that saves. The journal of a root,
-    where there is one and it may be written to, notes when each checkpoint was verified.
+    Exit status 1 where anything is wrong, or was written by a newer Holdfast, which this one can't read. Changes
+    nothing, and may run beside a job that saves. The journal of a root, where there is one and it may be written to,
+    notes when each checkpoint was verified.
     """
     if sum((step is not None, newest, everything)) > 1:
         raise ConfigError("give one of --step, --newest and --all", field="all")
@@ -58,7 +62,8 @@ def verify(
         if result is None:
             continue  # retention has taken it away meanwhile
         results.append(result)
-        note_verified(result.path, result.step, len(result.report.problems))
+        if result.newer is None:
+            note_verified(result.path, result.step, len(result.report.problems))
         if not as_json:
             _print(result)
     ok = all(result.report.ok for result in results)
@@ -97,24 +102,26 @@ def _newest(rows: list[RootEntry]) -> list[RootEntry]:
 
 def _verified(path: str, step: int | None) -> _Result | None:
     exported = is_export(path)
+    kind: Literal["checkpoint", "export"] = "export" if exported else "checkpoint"
     if exported and not is_one_checkpoint(path):
-        return _Result(path, step, _as_read(path, None), "export")
+        return _Result(path, step, _as_read(path, None), kind)
     try:
         source = open_source(path, exports=True)
     except CheckpointNotFound:
         return None
-    except HoldfastError as error:
-        if exit_status(error) > 1:
-            raise
-        found = VerifyReport(ok=False, files=0, nbytes=0, checksummed=True, problems=(problem_of(error),))
-        return _Result(path, step, found, "export" if exported else "checkpoint")
+    except HoldfastError as error:  # others are still to be verified
+        newer = str(error) if isinstance(error, NewerFormat) else None
+        found = VerifyReport(
+            ok=False, files=0, nbytes=0, checksummed=True, problems=() if newer else (problem_of(error),)
+        )
+        return _Result(path, step, found, kind, newer)
     with progress_bar(path) as progress:
         report = verify_source(source, progress)
     if exported:
         report = _as_read(path, report)
     if not report.ok and _vanished(path):
         return None
-    return _Result(path, source.step, report, "export" if exported else "checkpoint")
+    return _Result(path, source.step, report, kind)
 
 
 def _as_read(path: str, report: VerifyReport | None) -> VerifyReport:
@@ -153,6 +160,9 @@ def _vanished(path: str) -> bool:
 
 def _print(result: _Result) -> None:
     report = result.report
+    if result.newer is not None:
+        typer.echo(f"{shown(result.path)}: newer, not verified\n  {shown(result.newer)}")
+        return
     shows = "what an index and headers tell" if result.kind == "export" else "missing bytes"
     checked = "" if report.checksummed else f", which has no checksums: only {shows} would show"
     verdict = "fine" if report.ok else f"WRONG, {len(report.problems)} problems"
@@ -169,7 +179,9 @@ def _document(result: _Result) -> dict[str, Any]:
         "path": result.path,
         "step": result.step,
         "kind": result.kind,
-        "ok": report.ok,
+        "state": "verified" if result.newer is None else "newer",
+        "ok": report.ok if result.newer is None else None,
+        "error": result.newer,
         "files": report.files,
         "nbytes": report.nbytes,
         "checksummed": report.checksummed,

@@ -1,22 +1,20 @@
 """Compute what a tensor's values are like, and how those of two steps differ, reading by parts. Imports torch.
 
-numpy describes: on a host whose cores a job has, torch's threads wait for one another at every small tensor.
-Differences are those of `DifferenceSums`, which ``holdfast diff`` prints.
+Sums and differences are those that ``holdfast cat`` and ``holdfast diff`` print.
 
 Guarantees: at most `PART_BYTES` of each tensor are in memory at a time; what is read was verified. Of a tensor larger
 than `READ_BYTES_MAX` evenly spread parts are read, and the result says which share.
-Assumes: values fit into float64 well enough; complex ones are described by their magnitude.
+Assumes: as `holdfast.loader.values`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import torch
 
 from holdfast.boxes import row_blocks, whole
 from holdfast.dtypes import ITEMSIZE
@@ -24,16 +22,19 @@ from holdfast.errors import CheckpointNotFound, ConfigError
 from holdfast.loader.checkpoint import open_checkpoint, source_of
 from holdfast.loader.comparison import DifferenceSums
 from holdfast.loader.read import read_boxes
+from holdfast.loader.values import ValueSums, values_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    import torch
+
     from holdfast.boxes import Box
     from holdfast.loader.checkpoint import Checkpoint
     from holdfast.loader.sources.holdfast import CheckpointSource
+    from holdfast.loader.values import Values
     from holdfast.plan.read import StoredTensor
 
-_Values: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 PART_BYTES: Final = 16 << 20
 READ_BYTES_MAX: Final = 4 << 30
 BINS: Final = 64
@@ -42,18 +43,22 @@ BINS: Final = 64
 def statistics_of(path: str, name: str, *, bytes_max: int = READ_BYTES_MAX) -> dict[str, Any]:
     """Return moments, extremes, counts of what isn't finite, and a histogram of tensor ``name``, as JSON has them.
 
-    Raises `CheckpointNotFound` for an unknown name, and as `Checkpoint.read`.
+    Raises `CheckpointNotFound` for an unknown name, `ConfigError` where its elements are no numbers, and as
+    `Checkpoint.read`.
     """
     checkpoint = open_checkpoint(path)
     parts, share = _parts(_stored(checkpoint, name), bytes_max)
     if len(parts) == 1:
-        values = [_plain(_read(checkpoint, name, part)) for part in parts]
+        values = [_values(_read(checkpoint, name, part), name) for part in parts]
         return _described(lambda: values, share)
-    return _described(lambda: (_plain(_read(checkpoint, name, part)) for part in parts), share)
+    return _described(lambda: (_values(_read(checkpoint, name, part), name) for part in parts), share)
 
 
 def all_statistics(path: str, *, bytes_max: int) -> dict[str, Any]:
-    """Return `statistics_of` by name for tensors of up to ``bytes_max`` in all, the small ones first."""
+    """Return `statistics_of` by name for tensors of up to ``bytes_max`` in all, the small ones first.
+
+    Those whose elements are no numbers are left out.
+    """
     source = source_of(open_checkpoint(path))
     stored = source.tensors
     found: dict[str, Any] = {}
@@ -67,7 +72,8 @@ def all_statistics(path: str, *, bytes_max: int) -> dict[str, Any]:
             found |= _of_group(source, group)
             group, held = [], 0
         if _nbytes(stored[name]) > PART_BYTES:
-            found[name] = statistics_of(path, name)
+            with contextlib.suppress(ConfigError):
+                found[name] = statistics_of(path, name)
         else:
             group.append(name)
             held += _nbytes(stored[name])
@@ -77,8 +83,8 @@ def all_statistics(path: str, *, bytes_max: int) -> dict[str, Any]:
 def _of_group(source: CheckpointSource, names: list[str]) -> dict[str, Any]:
     """Describe small tensors, read together: what a read costs is files and threads, not bytes."""
     read = read_boxes(source, [(name, whole(source.tensors[name].shape)) for name in names]) if names else ()
-    values = {name: _plain(tensor) for name, tensor in zip(names, read, strict=True)}
-    return {name: _described(partial(list, [array]), 1.0) for name, array in values.items()}
+    values = {name: values_of(tensor) for name, tensor in zip(names, read, strict=True)}
+    return {name: _described(partial(list, [array]), 1.0) for name, array in values.items() if array is not None}
 
 
 def difference_of(path: str, other: str, name: str, *, bytes_max: int = READ_BYTES_MAX) -> dict[str, Any]:
@@ -130,18 +136,21 @@ def _read(checkpoint: Checkpoint, name: str, part: Box) -> torch.Tensor:
     return checkpoint.read(name, index)
 
 
-def _plain(values: torch.Tensor) -> _Values:
-    flat = values.reshape(-1)
-    found: _Values = (flat.abs() if flat.is_complex() else flat).to(torch.float64).numpy()
+def _values(tensor: torch.Tensor, name: str) -> Values:
+    """Return the elements. Raises `ConfigError` where they are no numbers."""
+    found = values_of(tensor)
+    if found is None:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise ConfigError(f"{name} has dtype {dtype}: no statistics; `holdfast cat` prints its bytes")
     return found
 
 
-def _described(read: Callable[[], Iterable[_Values]], share: float) -> dict[str, Any]:
+def _described(read: Callable[[], Iterable[Values]], share: float) -> dict[str, Any]:
     """Describe the values that ``read`` gives, part by part, each time it is called: once, and for the bins again."""
-    moments = _ValueSums()
+    moments = ValueSums()
     for values in read():
         moments.add(values)
-    found = {**moments.document(), "share_read": share, "histogram": None}
+    found = {**_document(moments), "share_read": share, "histogram": None}
     if moments.count:
         # One value, or two that float64 can't tell apart by 64 bins, has one bin of some width around it.
         half = max(abs(moments.least), 1.0) / 2 if moments.least == moments.most else 0.0
@@ -153,47 +162,16 @@ def _described(read: Callable[[], Iterable[_Values]], share: float) -> dict[str,
     return found
 
 
-@dataclass(slots=True)
-class _ValueSums:
-    """Counts of all values seen, and sums over the finite ones."""
-
-    elements: int = 0
-    nans: int = 0
-    infinite: int = 0
-    zeros: int = 0
-    count: int = 0
-    total: float = 0.0
-    squares: float = 0.0
-    least: float = math.inf
-    most: float = -math.inf
-
-    def add(self, values: _Values) -> None:
-        finite = np.isfinite(values)
-        nans = int(np.isnan(values).sum())
-        self.elements += values.size
-        self.nans += nans
-        self.infinite += values.size - int(finite.sum()) - nans
-        values = values[finite]
-        if not values.size:
-            return
-        self.count += values.size
-        self.zeros += int((values == 0).sum())
-        self.total += float(values.sum())
-        self.squares += float(np.dot(values, values))
-        self.least = min(self.least, float(values.min()))
-        self.most = max(self.most, float(values.max()))
-
-    def document(self) -> dict[str, Any]:
-        mean = self.total / self.count if self.count else None
-        variance = max(0.0, self.squares / self.count - mean * mean) if mean is not None else None
-        return {
-            "elements": self.elements,
-            "nan": self.nans,
-            "inf": self.infinite,
-            "zeros": self.zeros,
-            "mean": mean,
-            "std": None if variance is None or not math.isfinite(variance) else math.sqrt(variance),
-            "norm": math.sqrt(self.squares) if math.isfinite(self.squares) else None,
-            "min": self.least if self.count else None,
-            "max": self.most if self.count else None,
-        }
+def _document(sums: ValueSums) -> dict[str, Any]:
+    std, norm, none = sums.std, sums.norm, not sums.count
+    return {
+        "elements": sums.elements,
+        "nan": sums.nans,
+        "inf": sums.infinite,
+        "zeros": sums.zeros,
+        "mean": None if none or not math.isfinite(sums.mean) else sums.mean,
+        "std": None if none or not math.isfinite(std) else std,
+        "norm": norm if math.isfinite(norm) else None,
+        "min": None if none else sums.least,
+        "max": None if none else sums.most,
+    }

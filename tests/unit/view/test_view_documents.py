@@ -139,6 +139,24 @@ def test_statistics_are_those_of_the_values(root):
         statistics_of(path, "model.none")
 
 
+def test_a_deviation_that_is_small_against_the_mean_is_right(tmp_path, monkeypatch):
+    """Such as that of identifiers, or of steps."""
+    values = torch.arange(4096, dtype=torch.int64) % 2 + 10**9
+    holdfast.save({"w": values}, tmp_path / "one")
+    assert statistics_of(str(tmp_path / "one"), "w")["std"] == pytest.approx(0.5, rel=1e-12)
+    monkeypatch.setattr("holdfast.view.statistics.PART_BYTES", 1 << 10)
+    assert statistics_of(str(tmp_path / "one"), "w")["std"] == pytest.approx(0.5, rel=1e-12)
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no fp4")
+def test_packed_elements_have_no_statistics(tmp_path):
+    packed = torch.zeros(8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    holdfast.save({"packed": packed, "w": torch.ones(3)}, tmp_path / "one")
+    assert set(all_statistics(str(tmp_path / "one"), bytes_max=1 << 20)) == {"w"}
+    with pytest.raises(ConfigError, match="float4_e2m1fn_x2"):
+        statistics_of(str(tmp_path / "one"), "packed")
+
+
 def test_a_large_tensor_is_read_by_parts_and_a_larger_one_in_part(tmp_path, monkeypatch):
     values = torch.randn(64, 1024)
     holdfast.save({"w": values, "z": torch.tensor(3.0)}, tmp_path / "one")
