@@ -1,8 +1,8 @@
 """Make the documentation's site of pages that are plain Markdown: mkdocs and griffe call what is here.
 
-Guarantees: a page is shown as it is read on GitHub, but for three things. A reference page is a table of names, and on
+Guarantees: a page is shown as it is read on GitHub, but for four things. A reference page is a table of names, and on
 the site each name's docstring follows. A link to a file outside docs/ leads to a page made of that file. A folder in
-the navigation stands for its pages.
+the navigation stands for its pages. The page of decisions lists them all.
 Assumes: docstrings say what arguments mean in the house style, ``name: meaning``, see CONTRIBUTING.md.
 Does not: import the package; griffe reads its source.
 """
@@ -87,7 +87,7 @@ def _shown(file: Path) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead links to files outside docs/ to their pages; let docstrings follow the tables of reference pages."""
+    """Lead links to files outside docs/ to their pages; add docstrings to the reference, and a list of decisions."""
     del config
     uri = page.file.src_uri
     source = ROOT / uri.removeprefix(OUTSIDE) if uri.startswith(OUTSIDE) else DOCS / uri
@@ -103,6 +103,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if uri.startswith("reference/"):
         names = NAME_IN_TABLE.findall(markdown)
         markdown = NAME_IN_TABLE.sub(r"| [`\1`][\1] |", markdown) + "\n" + "".join(f"\n::: {name}\n" for name in names)
+    if uri == "adr/README.md":
+        for record in sorted(source.parent.glob("0*.md")):
+            title = record.read_text(encoding="utf-8").partition("\n")[0]
+            markdown += f"\n- [{title.removeprefix('# ')}]({record.name})"
+    if page.parent is None:  # it is alone in its part of the site
+        page.meta["hide"] = ["navigation"]
     return markdown
 
 

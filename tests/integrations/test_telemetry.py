@@ -112,6 +112,18 @@ def test_every_event_of_the_table_reaches_prometheus(registry: Any) -> None:
     assert get("holdfast_save_bytes_total", {"kind": "export"}) == 10.0
 
 
+def test_weight_versions_in_a_directory_are_not_taken_for_checkpoints(registry: Any, tmp_path: Path) -> None:
+    with holdfast.sync.Publisher(holdfast.sync.DirectoryTransport(tmp_path)) as publisher:
+        publisher.publish(torch.nn.Linear(8, 8), 7)
+    get = registry.get_sample_value
+    assert get("holdfast_saves_total", {"kind": "checkpoint", "outcome": "published"}) == 0.0
+    assert get("holdfast_saves_total", {"kind": "version", "outcome": "published"}) == 1.0
+    assert get("holdfast_save_bytes_total", {"kind": "version"}) > 8 * 8 * 4
+    assert get("holdfast_save_duration_seconds_count") == 0.0
+    assert get("holdfast_last_published_step") == get("holdfast_last_published_timestamp_seconds") == 0.0
+    assert get("holdfast_sync_published_version") == 7.0
+
+
 def test_opentelemetry_has_metrics_and_a_span_for_each_save(tmp_path: Path) -> None:
     pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk is not installed")
     from opentelemetry.sdk.metrics import MeterProvider
@@ -137,6 +149,7 @@ def test_opentelemetry_has_metrics_and_a_span_for_each_save(tmp_path: Path) -> N
     assert {metric.unit for metric in found.values()} == {by_dotted[name].unit for name in found}
     points = {tuple(sorted(p.attributes.items())): p.value for p in found["holdfast.saves"].data.data_points}
     assert points[("kind", "checkpoint"), ("outcome", "published")] == 3
+    assert points[("kind", "export"), ("outcome", "failed")] == 0, "a first failure is an increase"
     assert next(iter(found["holdfast.last_published.step"].data.data_points)).value == 3.0
     saves = [span for span in spans.get_finished_spans() if span.name == "holdfast.save"]
     assert [span.attributes["holdfast.outcome"] for span in saves] == ["published"] * 3 + ["failed"]

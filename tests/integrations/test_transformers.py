@@ -379,6 +379,21 @@ def test_what_cant_be_done_is_refused(tmp_path: Path, options: dict[str, Any], m
         trainer_in(tmp_path, **options)
 
 
+def test_what_is_suspicious_may_end_a_save(tmp_path: Path) -> None:
+    class Break(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 5:
+                trainer.before_update()
+                with torch.no_grad():
+                    next(trainer.model.parameters()).fill_(float("nan"))
+
+    config = holdfast.CheckpointConfig(on_suspicious="raise")
+    trainer = trainer_in(tmp_path, callbacks=[Break()], checkpoint_config=config, max_steps=6)
+    with pytest.raises(holdfast.SaveFailed, match="on_suspicious"):
+        trainer.train()
+    assert not (tmp_path / "checkpoint-6").exists()
+
+
 def test_synchronous_saves_are_published_when_training_goes_on(tmp_path: Path) -> None:
     seen = []
 

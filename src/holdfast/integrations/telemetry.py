@@ -44,7 +44,7 @@ class Metric:
     """Of each label the values that there may be: a counter that starts at 0 tells its first event as an increase."""
 
 
-_KINDS: Final = ("checkpoint", "export")
+_KINDS: Final = ("checkpoint", "export", "version")
 _OUTCOMES: Final = ("published", "failed", "skipped")
 _METRICS: Final = (
     Metric(
@@ -105,7 +105,7 @@ def measurements(event: Event) -> Iterator[Value]:
     group, _, what = event.kind.partition(".")
     fields = event.fields
     if group in ("save", "export") and what in _OUTCOMES:
-        yield from _of_save("checkpoint" if group == "save" else "export", what, event)
+        yield from _of_save(kind_of(event), what, event)
     elif event.kind == "save.suspicious":
         yield "holdfast_suspicious_saves_total", 1.0, {"what": str(fields.get("what"))}
     elif event.kind == "checkpoint.deleted":
@@ -126,6 +126,11 @@ def measurements(event: Event) -> Iterator[Value]:
     elif event.kind == "sync.committed":
         yield from _known("holdfast_sync_version", event.step)
         yield from _known("holdfast_sync_commit_seconds", fields.get("commit_s"))
+
+
+def kind_of(event: Event) -> str:
+    """Return what a save or an export has made: one of ``checkpoint``, ``export``, ``version`` (of weights)."""
+    return str(event.fields.get("kind_of", "checkpoint")) if event.kind.startswith("save.") else "export"
 
 
 def _of_save(kind: str, outcome: str, event: Event) -> Iterator[Value]:

@@ -61,8 +61,9 @@ _log = logging.getLogger("holdfast")
 _TEMPLATE: Final = "checkpoint-{step}"
 _NAME: Final = re.compile(r"checkpoint-(\d+)")
 _OPEN: Final = {
-    *("mode", "staging", "in_flight", "on_error", "stage_timeout", "persist_timeout", "commit_timeout", "writers"),
-    *("mirror_keep", "mirror_timeout", "io_limit_bytes_per_s", "nice", "io_class", "io_level", "host_writers", "cores"),
+    *("mode", "staging", "in_flight", "on_error", "on_suspicious", "stage_timeout", "persist_timeout"),
+    *("commit_timeout", "mirror_keep", "mirror_timeout", "writers", "io_limit_bytes_per_s", "nice"),
+    *("io_class", "io_level", "host_writers", "cores"),
 }
 """What `checkpoint_config` may set; the rest is decided by `TrainingArguments`."""
 _Told = TypeVar("_Told")

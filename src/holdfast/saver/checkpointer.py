@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -82,6 +82,8 @@ class SaveRequest:
     """Returns more members, once the saves before have ended."""
     chain: tuple[ChainMember, ...] = ()
     """What it is a delta to; see `Manifest.chain`."""
+    kind_of: Literal["checkpoint", "version"] = "checkpoint"
+    """What events call it; a version of weights is one that a `Publisher` saves."""
 
 
 class CheckpointDelivery(DeliveryJob):
@@ -141,7 +143,7 @@ class CheckpointDelivery(DeliveryJob):
 
     def finish(self, outcome: Any, *, stage: Stage) -> None:
         handle, rank = self.handle, self._checkpointer.rank
-        more = {**handle.figures(outcome), "metrics": self.request.metrics}
+        more = {**handle.figures(outcome), "metrics": self.request.metrics, "kind_of": self.request.kind_of}
         events.emit(f"save.{stage}", step=self.step, rank=rank, attempt=handle.attempt, path=handle.path, **more)
         super().finish(outcome, stage=stage)
 

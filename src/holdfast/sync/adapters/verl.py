@@ -8,7 +8,8 @@
 verl passes weights one whole tensor at a time, the same on every trainer rank, and takes them one at a time. So each
 trainer rank copies its share of them, by bytes, into host memory, which is reused from version to version, and all
 ranks publish them as one version; each rollout worker fetches that version, complete and verified, before it yields
-its first tensor. It begins to fetch as soon as verl says which version comes, while the trainers still gather it.
+its first tensor (unless ``streaming``). Without ``cache`` it begins to fetch as soon as verl says which version comes,
+while the trainers still gather it.
 
 With ``delta: sparse`` the trainers send the elements that changed, if all rollout workers have the version that was
 sent last, and the workers pass them on to verl's own consumers of ``delta_flush``: in SGLang by its

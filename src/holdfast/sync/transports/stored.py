@@ -433,7 +433,9 @@ class DirectoryPublishing(VersionPublishing):
     ) -> int:
         """Save and wait; return the bytes that this rank wrote."""
         # Not resumable: these are only weights.
-        request = SaveRequest(version, name, {}, resumable=False, overwrite=False, extra=extra, chain=chain)
+        request = SaveRequest(
+            version, name, {}, resumable=False, overwrite=False, extra=extra, chain=chain, kind_of="version"
+        )
         checkpoint = session.saver.checkpoint(request, published=self._after)
         session.saver.start(session.weights, [checkpoint], step=version)
         handle = checkpoint.handle

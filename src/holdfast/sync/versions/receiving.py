@@ -1,13 +1,15 @@
 """Fetch versions from a publisher's blocks, and commit them: one receiver's half.
 
     watch (a thread) -> News -> fetch: a lease of every rank -> map -> verify where it lies -> commit: copy, once
+                                            over a network  -> bring to a mirror, verify there -> commit
 
-Guarantees: nothing of the destination is written before the version is complete on all ranks and every extent of it was
-verified where it lies, from the publisher's record on. What was written is of that version if the epochs are as before
-after the last byte; otherwise `VersionRevoked`, and the destination stays dirty. A receiver that stops, or never comes
-back, costs the publisher at most one block. What has been fetched stays readable when the publisher dies.
-Assumes: the publisher and this process share a host and a user.
-Does not: keep a copy of its own, or decide when to commit.
+Guarantees: nothing of the destination is written before the version is complete on all ranks and every extent of it
+that is wanted was verified, where it lies or in the mirror, from the publisher's record on. What was written from a
+mapped block is of that version if the epochs are as before after the last byte; otherwise `VersionRevoked`, and the
+destination stays dirty. A receiver that stops, or never comes back, costs the publisher at most one block. What was
+fetched stays readable when the publisher dies; what is in a mirror can't be revoked.
+Assumes: for blocks that are mapped, that the publisher and this process share a host and a user.
+Does not: copy what is mapped, transfer bytes (``mirror``, ``peers``), or decide when to commit.
 """
 
 from __future__ import annotations
