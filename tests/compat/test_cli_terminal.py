@@ -146,6 +146,15 @@ def test_names_that_an_encoding_or_a_terminal_can_not_show_are_escaped(root: Pat
     assert "[red]ü\\n\\x1b[31m" in seen
 
 
+def test_warnings_of_the_log_are_escaped_too(root: Path) -> None:
+    (root / "[red]\x1b[31m\u202e").mkdir()
+    (root / "[red]\x1b[31m\u202e" / "holdfast.json").write_text("{}")
+    status, seen = on_a_terminal(command("diff", root, root, "--structure"), 80)
+    assert status == 0
+    assert f"holdfast: {root}/[red]\\x1b[31m\\u202e is passed over: " in seen
+    assert not {ESCAPE, "\u202e"} & set(seen)
+
+
 # Completion -------------------------------------------------------------------------------------------------------
 
 

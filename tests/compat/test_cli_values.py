@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
+import os
 import shutil
 import sys
+import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -329,6 +333,54 @@ def test_convert_runs_nothing_that_a_file_names(shell: Shell, tmp_path: Path) ->
         assert shell.run("convert", tmp_path / f"{name}.pt", tmp_path / "out", "--to", "dcp") == status, name
         assert "Traceback" not in shell.err
     assert not (tmp_path / "out").exists()
+
+
+# what this user may not look at ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def as_another_user() -> Iterator[None]:
+    """For root, whom no permission keeps out."""
+    if os.geteuid():
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_a_step_that_may_not_be_looked_into_hides_no_other(shell: Shell, made: Path) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o755)
+        root = Path(shutil.copytree(made, Path(place, "root")))
+        for name in ("ls", "verify", "show", "diff"):  # imports what another user may not read
+            shell.run(name, root, *([root] if name == "diff" else []))
+        (root / "step-400").chmod(0)
+        with as_another_user():
+            rows = shell.document("ls", root, status=1)["entries"]
+            verified = shell.document("verify", root, status=1)["checkpoints"]
+            shown = shell.document("show", root)
+            same = shell.document("diff", root, root / "step-300")["same"]
+            assert shell.run("ls", root / "step-400" / "below") == 1
+            assert "Permission denied" in shell.err
+            assert "doesn't exist" not in shell.err
+        (root / "step-400").chmod(0o755)
+    states = {row["step"]: (row["state"], row["error"]) for row in rows}
+    assert [step for step, (state, _) in states.items() if state == "published"] == [100, 200, 300]
+    assert "Permission denied" in states[400][1]
+    assert {row["step"]: row["ok"] for row in verified} == {400: False, 100: True, 200: True, 300: True}
+    assert (shown["step"], same) == (300, True)
+
+
+@pytest.mark.parametrize("name", ["show", "verify", "diff", "cat", "export", "convert"])
+def test_a_directory_without_checkpoints_is_told_what_to_give(shell: Shell, tmp_path: Path, name: str) -> None:
+    rest = {"diff": [tmp_path], "cat": ["x"], "export": [tmp_path / "out"], "convert": [tmp_path / "out", "--to", "hf"]}
+    assert shell.run(name, tmp_path, *rest.get(name, [])) == 2
+    assert shell.err.startswith(f"holdfast: {tmp_path} holds no checkpoints")
+    assert shell.err.endswith("; give a checkpoint, or a directory that holds some\n")
+    assert shell.err.count("\n") == 1
 
 
 # prune -------------------------------------------------------------------------------------------------------------

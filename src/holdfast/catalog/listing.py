@@ -26,6 +26,7 @@ from holdfast.format.manifest import Manifest
 from holdfast.format.sealed import NewerFormat
 from holdfast.storage import leases as lease
 from holdfast.storage.entries import HiddenEntry, hidden_name, parse_hidden, read_manifest
+from holdfast.storage.files import refuse
 from holdfast.storage.local import open_storage
 from holdfast.storage.locks import path_held_by, root_held_by
 from holdfast.storage.object_overlay import ObjectOverlay
@@ -111,6 +112,12 @@ def existing_directory(path: str) -> str:
             raise ConfigError(message, field="path")
         return directory
     if not os.path.isdir(directory):
+        try:
+            os.stat(directory)
+        except PermissionError as error:
+            refuse(error, "look at", directory)
+        except OSError:
+            pass  # it isn't there
         what = "doesn't exist"
         if os.path.exists(directory):
             what = "is not a directory"

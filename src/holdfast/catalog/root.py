@@ -7,6 +7,7 @@ Does not: build or parse hidden names (``storage.entries`` does).
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import string
@@ -14,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar, get_args
 
 from holdfast.cores import take_turns
-from holdfast.errors import CheckpointExists, ConfigError
+from holdfast.errors import CheckpointExists, ConfigError, StorageError
 from holdfast.format.manifest import (
     MANIFEST_NAME,
     METADATA_NAME,
@@ -126,8 +127,20 @@ def published(storage: Readable, name_template: str) -> list[tuple[int, str]]:
 
 
 def foreign_steps(storage: Readable, name_template: str) -> list[tuple[int, str]]:
-    """Return (step, name) of directories under ``name_template`` that stock DCP completed, without Holdfast's."""
-    return _steps(storage, name_template, lambda name: not is_checkpoint(storage, name) and is_stock(storage, name))
+    """Return (step, name) of directories under ``name_template`` that stock DCP completed, without Holdfast's.
+
+    Left out is one that this user may not look into: who reads its manifest is told so.
+    """
+
+    def is_foreign(name: str) -> bool:
+        try:
+            return not is_checkpoint(storage, name) and is_stock(storage, name)
+        except StorageError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM):
+                raise
+            return False
+
+    return _steps(storage, name_template, is_foreign)
 
 
 def named_steps(storage: Readable, name_template: str) -> list[tuple[int, str]]:

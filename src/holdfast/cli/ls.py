@@ -55,6 +55,13 @@ def none_in(directory: str, what: str = "no checkpoints") -> str:
     return f"{directory} holds {what}" + (f"; these below it do: {', '.join(found)}" if found else "")
 
 
+def absent(directory: str, what: str = "no checkpoints") -> CheckpointNotFound:
+    """Return the error of a command that needs one of ``what`` in ``directory``."""
+    said = none_in(directory, what)
+    advice = "" if "; these below it do: " in said else "; give a checkpoint, or a directory that holds some"
+    return CheckpointNotFound(said + advice, path=directory)
+
+
 def entries_of(path: str) -> tuple[str, list[RootEntry]]:
     """The directory that ``path`` is, and the checkpoints in it, oldest first: published, stock and corrupt ones."""
     root = existing_directory(path)
@@ -77,7 +84,7 @@ def chosen_path(path: str, step: int | None) -> str:
         return of_step(directory, rows, step).path
     newest = [row for row in rows if row.latest] or [row for row in rows if row.state != "stock"][-1:]
     if not newest:
-        raise CheckpointNotFound(none_in(directory), path=directory)
+        raise absent(directory)
     return newest[0].path
 
 
@@ -86,7 +93,15 @@ def chosen_source(path: str, step: int | None) -> CheckpointSource:
 
     Raises as `chosen_path`, and as `open_source`.
     """
-    return open_source(existing_directory(path) if step is None else chosen_path(path, step))
+    if step is not None:
+        return open_source(chosen_path(path, step))
+    directory = existing_directory(path)
+    try:
+        return open_source(directory)
+    except CheckpointNotFound:
+        if is_one_checkpoint(directory) or entries_of(directory)[1]:
+            raise
+        raise absent(directory) from None
 
 
 def of_step(root: str, rows: list[RootEntry], step: int) -> RootEntry:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import math
 import os
 import re
@@ -47,6 +48,7 @@ LINES: Final = "\n"
 def prepare_streams() -> tuple[int, int] | None:
     """Escape what the encoding of standard output or error lacks; take one that is closed for ``/dev/null``.
 
+    What is logged is printed as messages are, unless somebody has set up logging.
     Returns what standard output leads to, for `is_unheard`.
     """
     for name in ("stdout", "stderr"):
@@ -55,7 +57,16 @@ def prepare_streams() -> tuple[int, int] | None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the process ends
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    logging.lastResort = _Messages(logging.WARNING)
     return _output()
+
+
+class _Messages(logging.Handler):
+    """Print what is logged on standard error: names in it can't control a terminal."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it
+            typer.echo(f"holdfast: {shown(self.format(record), keep=LINES)}", err=True)
 
 
 def _output() -> tuple[int, int] | None:

@@ -14,7 +14,7 @@ import typer
 
 from holdfast.catalog.journal import note_verified
 from holdfast.catalog.listing import existing_directory, size_text
-from holdfast.cli.ls import entries_of, is_one_checkpoint, none_in, of_step
+from holdfast.cli.ls import absent, entries_of, is_one_checkpoint, of_step
 from holdfast.cli.output import AsJson, print_json, progress_bar, shown
 from holdfast.errors import CheckpointNotFound, ConfigError, HoldfastError
 from holdfast.export.verify import is_export, verify_export
@@ -88,7 +88,7 @@ def _targets(path: str, step: int | None, *, newest: bool, everything: bool) -> 
     elif not everything:
         rows = [row for row in rows if row.state != "stock"]
     if not rows:
-        raise CheckpointNotFound(none_in(directory, "no checkpoints and no exports to verify"), path=directory)
+        raise absent(directory, "no checkpoints and no exports to verify")
     return [(row.path, row.step) for row in rows]
 
 
