@@ -10,7 +10,7 @@
 #   make test-full    the slow and large tests too
 #   make test-integrations  the adapters, in real jobs of the frameworks they are for (in .venvs/frameworks)
 #   make test-rl      weight sync in verl, vLLM and SGLang, as they were released, on CPU (in .venvs/rl, upon the former)
-#   make test-rl-full the same with the slow ones
+#   make test-integrations-full, test-rl-full   the same with the slow ones
 #   make test-stores  checkpoints on object stores: SeaweedFS, Azurite and moto, started on loopback (in .venvs/stores)
 #   make test-stores-full  the same with all races, and Ceph's gateway and MiniStack where they are installed
 #   make test-view    the page in chromium, with axe-core from npm; `make test` does so without axe-core
@@ -31,7 +31,7 @@ READY := $(VENV)/.ready
 DEMO_READY := $(VENV)/.ready-for-demo
 
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-integrations test-rl test-rl-full test-stores test-stores-full test-view test-packaging test-full test-crash test-crash-full check format docs bench bench-quick bench-report clean
+.PHONY: help venv demo test test-integrations test-integrations-full test-rl test-rl-full test-stores test-stores-full test-view test-packaging test-full test-crash test-crash-full check format docs bench bench-quick bench-report clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -91,8 +91,11 @@ $(FRAMEWORKS)/.ready: tests/integrations/requirements.txt pyproject.toml constra
 	-r tests/integrations/requirements.txt
 	@touch $@
 
-test-integrations: $(FRAMEWORKS)/.ready
-	$(FRAMEWORKS)/bin/python -m pytest tests/integrations -m "not slow and not gpu" -o timeout=600 $(PYTEST_FLAGS)
+SELECTED := not slow and not gpu
+test-integrations-full test-rl-full: SELECTED := not gpu
+
+test-integrations test-integrations-full: $(FRAMEWORKS)/.ready
+	$(FRAMEWORKS)/bin/python -m pytest tests/integrations -m "$(SELECTED)" -o timeout=600 $(PYTEST_FLAGS)
 
 # verl, vLLM and SGLang without their dependencies, which are for CUDA, upon what the other frameworks have brought.
 # What can't be installed is an error of its tests; the others run.
@@ -110,8 +113,6 @@ $(RL)/.ready: $(FRAMEWORKS)/.ready tests/integrations/requirements-rl.txt
 	else for one in $$(grep == tests/integrations/requirements-rl.txt); do $(RL_PIP) $$one; done; \
 	echo "ERROR not all of verl, vLLM and SGLang could be installed: their tests will fail"; fi
 
-test-rl-full: SELECTED := not gpu
-SELECTED := not slow and not gpu
 PYTEST_RL = -m pytest -m "$(SELECTED)" -o timeout=600 --continue-on-collection-errors $(PYTEST_FLAGS)
 
 test-rl test-rl-full: $(RL)/.ready

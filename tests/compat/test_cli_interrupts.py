@@ -82,7 +82,9 @@ _WRITERS = {
 }
 
 
-@pytest.mark.parametrize("name", _WRITERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ("verify", "diff") else []) for name in _WRITERS]
+)
 def test_an_interrupted_command_leaves_nothing(name: str, root: Path, tmp_path: Path) -> None:
     """At several moments, from the imports on; where it was done before, the target is whole."""
     (tmp_path / "root").symlink_to(root)
@@ -124,7 +126,7 @@ def test_what_an_interrupted_overwrite_would_have_replaced_is_there(root: Path, 
         assert "Traceback" not in seen, seen
         assert os.listdir(tmp_path) == ["out"]
         assert (tmp_path / "out").read_bytes() == b"before" or len(torch.load(tmp_path / "out")["model"]) == 8
-        assert status in (130, 0)
+        assert status in (130, -signal.SIGINT, 0)  # a shell sees 130 for both of the first
 
 
 def test_a_file_that_can_not_grow_is_a_message(root: Path, tmp_path: Path) -> None:

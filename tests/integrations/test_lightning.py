@@ -43,7 +43,12 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dic
 
 @pytest.mark.parametrize(
     ("nproc", "plan", "save"),
-    [(1, "single", "mixin"), (1, "single", "plugin"), (2, "ddp", "mixin"), (2, "ddp", "plugin")],
+    [
+        (1, "single", "mixin"),
+        (1, "single", "plugin"),
+        (2, "ddp", "mixin"),
+        pytest.param(2, "ddp", "plugin", marks=pytest.mark.slow),
+    ],
 )
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     tmp_path: Path, uninterrupted: Callable[..., dict[int, str]], nproc: int, plan: str, save: str

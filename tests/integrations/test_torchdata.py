@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_every_sample_once_an_epoch_whatever_the_number_of_ranks(tmp_path: Path, workers: int) -> None:
     """Two ranks, killed, two again, killed, one, killed, and two to the end; beside torchdata's own loader."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -28,7 +28,7 @@ STEPS = 14
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("nproc", "plan"), [(1, "ddp"), (2, "ddp"), (2, "fsdp2")])
+@pytest.mark.parametrize(("nproc", "plan"), [(1, "ddp"), pytest.param(2, "ddp", marks=pytest.mark.slow), (2, "fsdp2")])
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path, nproc: int, plan: str) -> None:
     """Beside an uninterrupted run of the stock Trainer, from whose checkpoint another run of ours goes on."""
     stock, killed = tmp_path / "stock", tmp_path / "killed"
