@@ -51,6 +51,7 @@ class PublisherWatch:
     """Learns what a publisher has, on a thread of its own that ends with `close`; all methods are for any thread."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
+        self._where = rendezvous
         self._closed = CloseSignal()
         self._rendezvous = RendezvousClient(rendezvous, self._closed)
         self._trouble = ""
@@ -65,12 +66,22 @@ class PublisherWatch:
         self._owner = os.getpid()
 
     def start(self) -> None:
-        """Start the thread, if it isn't running."""
+        """Start the thread, if it isn't running; in a forked child, one of its own."""
+        if os.getpid() != self._owner:
+            self._start_anew()
         with self._changed:
             if self._thread is None and not self._closing:
                 self._loop = EventLoop()
                 self._thread = threading.Thread(target=self._live, name="holdfast-sync-watch", daemon=True)
                 self._thread.start()
+
+    def _start_anew(self) -> None:
+        """In a forked child: forget what is its parent's, without locking: the lock's holder may not exist here."""
+        self._owner = os.getpid()
+        self._closed = CloseSignal()
+        self._rendezvous = RendezvousClient(self._where, self._closed)
+        self._changed = threading.Condition()
+        self._known, self._error, self._thread, self._loop = None, None, None, None
 
     @property
     def known(self) -> Known | None:
