@@ -1,4 +1,4 @@
-"""A forked child, such as a worker that loads data: it uses nothing of its parent's, and holds nothing up that ends."""
+"""A forked child uses nothing of its parent's, and holds nothing up that ends; nor does a publisher that is stopped."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from holdfast.sync import DirectoryTransport, ProcessGroupTransport, Publisher, 
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 KINDS = pytest.mark.parametrize("kind", [SharedMemoryTransport, ProcessGroupTransport, DirectoryTransport])
-BLOCKS = pytest.mark.parametrize("kind", ["SharedMemoryTransport", "ProcessGroupTransport"])
+TRANSPORTS: dict[str, Any] = {kind.__name__: kind for kind in (SharedMemoryTransport, ProcessGroupTransport)}
+BLOCKS = pytest.mark.parametrize("kind", list(TRANSPORTS))
 TIMEOUT_S = 20.0
 OF_PARENT = "belongs to the parent of this forked process; make a new one here"
 
@@ -105,19 +107,41 @@ sys.stdin.readline()
 """
 
 
+def start(kind: str, place: Path, version: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "ignore", "-c", PUBLISHER, kind, str(place), str(version)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "published\n"
+    return process
+
+
+@BLOCKS
+@pytest.mark.parametrize("polls", [False, True])
+def test_a_publisher_at_the_place_of_a_stopped_one_is_found(tmp_path: Path, kind: str, polls: bool) -> None:
+    into = weights(0)
+    publishers = [start(kind, tmp_path, 1)]
+    try:
+        with Receiver(TRANSPORTS[kind](tmp_path), into) as receiver:
+            assert receiver.receive(timeout=TIMEOUT_S) == 1
+            publishers[0].send_signal(signal.SIGSTOP)
+            publishers.append(start(kind, tmp_path, 2))
+            ends = time.monotonic() + TIMEOUT_S
+            while polls and receiver.poll() != 2:
+                assert time.monotonic() < ends
+                time.sleep(0.05)
+            assert receiver.receive(timeout=TIMEOUT_S) == 2
+            assert torch.equal(into["weight"], weights(2)["weight"])
+    finally:
+        for process in publishers:
+            process.kill()
+            process.communicate(timeout=20)
+
+
 @BLOCKS
 def test_a_killed_publisher_is_followed_by_another_though_its_child_lives(tmp_path: Path, kind: str) -> None:
-    def start(version: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-W", "ignore", "-c", PUBLISHER, kind, str(tmp_path), str(version)]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "published\n"
-        return process
-
-    transport = {"SharedMemoryTransport": SharedMemoryTransport, "ProcessGroupTransport": ProcessGroupTransport}[kind]
     into = weights(0)
-    first, second = start(1), None
-    with Receiver(transport(tmp_path), into) as receiver:
+    first, second = start(kind, tmp_path, 1), None
+    with Receiver(TRANSPORTS[kind](tmp_path), into) as receiver:
         assert receiver.receive(timeout=TIMEOUT_S) == 1
         assert first.stdin is not None
         assert first.stdout is not None
@@ -127,7 +151,7 @@ def test_a_killed_publisher_is_followed_by_another_though_its_child_lives(tmp_pa
         try:
             os.kill(first.pid, signal.SIGKILL)
             first.communicate(timeout=20)
-            second = start(2)
+            second = start(kind, tmp_path, 2)
             assert receiver.receive(timeout=TIMEOUT_S) == 2
             assert torch.equal(into["weight"], weights(2)["weight"])
         finally:

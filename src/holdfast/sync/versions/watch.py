@@ -1,6 +1,7 @@
 """Learn what a publisher has: where its ranks are, and its versions, on a thread of its own.
 
-Guarantees: a publisher that isn't there yet, ends, or starts again is found by itself; asking costs nothing.
+Guarantees: a publisher that isn't there yet, ends, starts again, or is stopped and replaced by another one, is found by
+itself; asking costs nothing.
 Assumes: rank 0 tells the news.
 Does not: connect to the other ranks (``versions.receiving``).
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
@@ -35,6 +37,8 @@ _CONNECT_S: Final = 5.0
 _ANSWER_S: Final = 0.3
 """How long a rendezvous may take to answer before it counts as silent; it is asked again."""
 _SLICE_S: Final = 0.5
+_LOOK_AGAIN_S: Final = 2.0
+"""How often a watcher that hears nothing sees whether another publisher has taken the place of a stopped one."""
 
 
 class Known(NamedTuple):
@@ -91,6 +95,11 @@ class PublisherWatch:
             if error is not None:
                 raise error
             return self._known
+
+    def follows(self, places: messages.PublisherPlaces) -> bool:
+        """Return True while this publisher is there, and none has taken its place."""
+        known = self._known
+        return known is not None and known.places == places
 
     @property
     def trouble(self) -> str:
@@ -167,7 +176,12 @@ class PublisherWatch:
         try:
             link.send(messages.Introduce(receiver_name(), places.token))
             link.send(messages.AskNews())
+            looked_s = time.monotonic()
             while not self._closing:
+                if time.monotonic() - looked_s > _LOOK_AGAIN_S:
+                    if self._is_replaced(places):
+                        return
+                    looked_s = time.monotonic()
                 for _, said in self._heard():
                     if isinstance(said, Ended):
                         return
@@ -176,6 +190,14 @@ class PublisherWatch:
         finally:
             self._loop.drop(link)
             self._say(None, None)
+
+    def _is_replaced(self, places: messages.PublisherPlaces) -> bool:
+        """Return True if the rendezvous has another publisher than this one, which may be stopped."""
+        try:
+            found = self._rendezvous.get(PLACES, _ANSWER_S)
+        except BoardLost:
+            return False
+        return found is not None and decode_places(found, self._rendezvous.shown) != places
 
     def _heard(self) -> Iterator[tuple[Link, EngineMessage | Ended]]:
         assert self._loop is not None
