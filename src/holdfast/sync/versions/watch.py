@@ -76,8 +76,13 @@ class PublisherWatch:
         with self._changed:
             if self._thread is None and not self._closing:
                 self._loop = EventLoop()
-                self._thread = threading.Thread(target=self._live, name="holdfast-sync-watch", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._live, name="holdfast-sync-watch", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    self._loop.close()
+                    raise _refused(error) from error
+                self._thread = thread
 
     def _start_anew(self) -> None:
         """In a forked child: forget what is its parent's, without locking: the lock's holder may not exist here."""
@@ -148,8 +153,8 @@ class PublisherWatch:
                 except BoardLost as error:  # its host may start, or go on, at any time
                     self._trouble = str(error)
                     self._pause(_LOOK_S)
-                except HoldfastError as error:
-                    self._say(None, error)
+                except (HoldfastError, OSError, RuntimeError) as error:  # no thread, no descriptor: there may be soon
+                    self._say(None, error if isinstance(error, HoldfastError) else _refused(error))
                     self._pause(_SLICE_S)
         finally:
             self._loop.close()
@@ -214,6 +219,13 @@ class PublisherWatch:
         assert self._loop is not None
         for _ in self._loop.hear(seconds):
             pass
+
+
+def _refused(error: OSError | RuntimeError) -> HoldfastError:
+    return HoldfastError(
+        f"the publisher can't be looked for: {error}; the system refuses this process what it needs: raise its limits "
+        "(`ulimit -n`, `-u` and `-v`, or those of the container)"
+    )
 
 
 def decode_places(found: bytes, shown: str) -> messages.PublisherPlaces:
