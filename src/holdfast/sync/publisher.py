@@ -45,7 +45,7 @@ class Publisher:
     """Sends weights from the trainer to receivers, one complete version at a time.
 
     Made on every rank that has a part of the weights, with the same arguments; a context manager. For one thread at a
-    time.
+    time, and not for forked children.
 
     Args:
         transport: how versions are transferred.
@@ -248,10 +248,12 @@ class Publisher:
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("this publisher is closed; make a new one", field="publisher")
+        if os.getpid() != self._owner:
+            raise of_parent("publisher")
 
     def close(self) -> None:
-        """End all connections; waiting receivers are told. Idempotent."""
-        if not self._closed:
+        """End all connections; waiting receivers are told. Idempotent; does nothing in a forked child."""
+        if os.getpid() == self._owner and not self._closed:
             self._closed = True
             self._half.close()
             self._transform.forget()
@@ -266,6 +268,11 @@ class Publisher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def of_parent(what: str) -> ConfigError:
+    """Return the error for the use of a publisher or a receiver in a forked child: it has none of the threads."""
+    return ConfigError(f"this {what} belongs to the parent of this forked process; make a new one here", field=what)
 
 
 def checked_version(version: object) -> int:

@@ -28,7 +28,7 @@ from holdfast.coordination.deadline import Deadline
 from holdfast.coordination.store import board_lost_told
 from holdfast.engine.at_exit import close_later, end_at_exit
 from holdfast.errors import ConfigError, FetchCancelled
-from holdfast.sync.publisher import checked_flag, checked_transport, checked_version
+from holdfast.sync.publisher import checked_flag, checked_transport, checked_version, of_parent
 from holdfast.sync.weights.apply import TargetFactory
 from holdfast.sync.weights.names import NameChoice
 from holdfast.validation import checked_seconds
@@ -77,7 +77,7 @@ class Receiver:
     """Receives published weights in this process, one complete version at a time.
 
     Make one per receiving process; a context manager. `fetch` and `receive` are for one thread at a time; any thread
-    may use all else.
+    may use all else. A forked child may ask it what it has and `poll`, and makes its own to receive.
 
     Args:
         transport: how versions are transferred; the same kind as the publisher's, with the same rendezvous or
@@ -210,6 +210,7 @@ class Receiver:
             DeadlineExceeded: no version in time. FetchCancelled: `cancel` was called. ConfigError: an invalid argument,
                 or the published version is older than what this receiver has.
         """
+        self._check_own()
         with self._state:
             waiting = self._waiting
             newest = self._version if waiting is None else waiting.fetched.version
@@ -230,6 +231,7 @@ class Receiver:
         failed half way (then `dirty` is True).
         """
         deadline = Deadline.after(checked_seconds("timeout", timeout))
+        self._check_own()
         with self._state:
             newest, waiting = self._version, self._waiting
             if newest is not None and waiting is not None and waiting.fetched.version <= newest:
@@ -338,6 +340,7 @@ class Receiver:
             Errors of a function, and of ``load_state_dict``. The version is then held again, for another try, unless
             another one was fetched meanwhile; and the receiver is `dirty` if anything was written.
         """
+        self._check_own()
         self._check_open()
         return self._commit(None)
 
@@ -413,6 +416,10 @@ class Receiver:
 
     # The end. ----------------------------------------------------------------------------------------------------
 
+    def _check_own(self) -> None:
+        if os.getpid() != self._owner:
+            raise of_parent("receiver")
+
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("this receiver is closed; make a new one", field="receiver")
@@ -420,8 +427,10 @@ class Receiver:
     def close(self) -> None:
         """Leave: the publisher stops waiting for this receiver, and what is held is given up. Idempotent.
 
-        A `fetch` that waits, on another thread, ends with a `ConfigError`.
+        A `fetch` that waits, on another thread, ends with a `ConfigError`. Does nothing in a forked child.
         """
+        if os.getpid() != self._owner:
+            return
         with self._state:
             if self._closed:
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import threading
 import time
@@ -174,3 +175,16 @@ def test_a_rendezvous_that_cannot_be_used_says_so(tmp_path: Path) -> None:
         found.put("name", b"value")
     with pytest.raises(HoldfastError, match="nothing answers"):
         open_rendezvous(rendezvous_at("tcp", tmp_path), hosting=False).get("name")
+
+
+def test_a_rendezvous_that_lacks_descriptors_says_so(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    meeting = open_rendezvous(tmp_path, hosting=True)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        with pytest.raises(StorageError, match="Too many open files; raise `ulimit -n`"):
+            meeting.put("name", b"value")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    meeting.put("name", b"value")
+    assert meeting.get("name") == b"value"

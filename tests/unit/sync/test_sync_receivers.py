@@ -14,7 +14,7 @@ import pytest
 import torch
 from slots import SlotTransport
 
-from holdfast.errors import ConfigError, DeadlineExceeded
+from holdfast.errors import ConfigError, DeadlineExceeded, HoldfastError
 from holdfast.sync import DirectoryTransport, ProcessGroupTransport, Publisher, Receiver, SharedMemoryTransport
 from holdfast.sync.session import rendezvous
 
@@ -190,3 +190,28 @@ def test_a_rendezvous_that_does_not_answer_holds_nobody_up(start: Start, monkeyp
         with pytest.raises(DeadlineExceeded, match=r"did not answer|doesn't answer"):
             start(receiver.receive, weights(0), None, 1.0).result(5.0)
         receiver.close()
+
+
+@pytest.mark.parametrize("threads", [0, 1], ids=["none", "one"])
+@pytest.mark.parametrize("kind", [SharedMemoryTransport, ProcessGroupTransport])
+def test_a_receiver_that_was_refused_threads_goes_on_when_there_are_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, threads: int
+) -> None:
+    start_new, left = threading._start_new_thread, [threads]  # type: ignore[attr-defined]
+
+    def refuse(*args: Any) -> Any:
+        if not left[0]:
+            raise RuntimeError("can't start new thread")
+        left[0] -= 1
+        return start_new(*args)
+
+    into = {"weight": torch.zeros(3)}
+    with Publisher(kind(tmp_path)) as publisher, Receiver(kind(tmp_path), into) as receiver:
+        publisher.publish({"weight": torch.ones(3)}, 1)
+        publisher.publish({"weight": torch.ones(3)}, 2)  # joins the thread that makes blocks
+        with monkeypatch.context() as refusing:
+            refusing.setattr(threading, "_start_new_thread", refuse)
+            with pytest.raises(HoldfastError, match=r"can't start new thread.*ulimit"):
+                receiver.receive(timeout=20)
+        assert receiver.receive(timeout=20) == 2
+        assert into["weight"].eq(1).all()

@@ -5,7 +5,8 @@
 
 Guarantees: `EventLoop.hear` blocks no longer than its timeout, and nothing else here blocks but `connect`, which has a
 deadline. A queued message is sent as soon as the other end accepts it. The end of a peer's process, or of its host's
-connection, is received as `Ended` after all messages; a silent peer is not detected: use `Link.silent_s`.
+connection, is received as `Ended` after all messages; a silent peer is not detected: use `Link.silent_s`. Connections
+end with this process, whatever it has forked: children close their copies.
 Assumes: one thread uses an event loop and its links; any may call `EventLoop.wake`.
 Does not: know the messages (``session.messages``); the framing is ``engine.wire``.
 """
@@ -13,9 +14,11 @@ Does not: know the messages (``session.messages``); the framing is ``engine.wire
 from __future__ import annotations
 
 import contextlib
+import os
 import selectors
 import socket
 import time
+import weakref
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -147,6 +150,7 @@ class EventLoop:
         self._links: dict[Link, int] = {}
 
     def add(self, link: Link) -> None:
+        close_in_children(link.sock)
         self._selector.register(link.sock, selectors.EVENT_READ, link)
         self._links[link] = selectors.EVENT_READ
 
@@ -164,6 +168,7 @@ class EventLoop:
 
     def listen(self, sock: socket.socket) -> None:
         """Also accept connections to ``sock``; `hear` yields each as a socket."""
+        close_in_children(sock)
         sock.settimeout(0.0)
         self._selector.register(sock, selectors.EVENT_READ, sock)
 
@@ -224,6 +229,25 @@ def connect(hosts: tuple[str, ...], port: int, deadline: Deadline) -> socket.soc
         except OSError as error:
             failure = error
     raise failure
+
+
+_of_this_process: Final[weakref.WeakSet[socket.socket]] = weakref.WeakSet()
+
+
+def close_in_children(sock: socket.socket) -> None:
+    """Let forked children close their copy of ``sock``: else its other end doesn't see that this process has ended."""
+    _of_this_process.add(sock)
+
+
+def _close_in_child() -> None:
+    for sock in list(_of_this_process):
+        with contextlib.suppress(OSError):
+            sock.close()
+    _of_this_process.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _accepted(sock: socket.socket) -> Iterator[socket.socket]:

@@ -13,6 +13,7 @@ Does not: wait for a name to appear; the caller polls.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import socket
@@ -142,8 +143,10 @@ class DirectoryRendezvous:
         try:
             yield
         except OSError as error:
+            lacks = error.errno in (errno.EMFILE, errno.ENFILE)
+            todo = "raise `ulimit -n`" if lacks else "both sides need write access"
             raise StorageError(
-                f"the rendezvous at {self._path} can't be used: {error.strerror}; both sides need write access",
+                f"the rendezvous at {self._path} can't be used: {error.strerror}; {todo}",
                 path=self._path,
                 errno=error.errno,
             ) from error

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from holdfast.engine.wire import Inbox, encode
 from holdfast.errors import HoldfastError, PeerLost
+from holdfast.sync.session.links import close_in_children
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -276,6 +277,7 @@ class ReadConnections:
             sock = self._connect()
         except OSError as error:
             raise self.lost(f"it can't be reached ({error.strerror or error})", version) from error
+        close_in_children(sock)
         sock.settimeout(0.0)
         _send_at_once(sock)
         with self._lock:

@@ -440,10 +440,16 @@ class BlockReceiving:
         try:
             ranks = self._connected(places, deadline)
             with ranks.sending():
-                return Known(places, ranks.records(self._patience(deadline), self._check))
+                return Known(places, ranks.records(self._patience(deadline), lambda: self._check_there(places)))
         except PeerLost:
             self._disconnect()
             return None
+
+    def _check_there(self, places: messages.PublisherPlaces) -> None:
+        self._check()
+        if not self._watch.follows(places):
+            why = "another one has taken its place, or it has ended"
+            raise PeerLost(f"the publisher was lost: {why}", peer="the publisher", phase="lease", version=None)
 
     def _patience(self, deadline: Deadline) -> Deadline:
         return Deadline.after(min(self._peer_timeout_s, deadline.left_s()))

@@ -1,6 +1,7 @@
 """Learn what a publisher has: where its ranks are, and its versions, on a thread of its own.
 
-Guarantees: a publisher that isn't there yet, ends, or starts again is found by itself; asking costs nothing.
+Guarantees: a publisher that isn't there yet, ends, starts again, or is stopped and replaced by another one, is found by
+itself; asking costs nothing.
 Assumes: rank 0 tells the news.
 Does not: connect to the other ranks (``versions.receiving``).
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
@@ -35,6 +37,8 @@ _CONNECT_S: Final = 5.0
 _ANSWER_S: Final = 0.3
 """How long a rendezvous may take to answer before it counts as silent; it is asked again."""
 _SLICE_S: Final = 0.5
+_LOOK_AGAIN_S: Final = 2.0
+"""How often a watcher that hears nothing sees whether another publisher has taken the place of a stopped one."""
 
 
 class Known(NamedTuple):
@@ -51,6 +55,7 @@ class PublisherWatch:
     """Learns what a publisher has, on a thread of its own that ends with `close`; all methods are for any thread."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
+        self._where = rendezvous
         self._closed = CloseSignal()
         self._rendezvous = RendezvousClient(rendezvous, self._closed)
         self._trouble = ""
@@ -65,12 +70,27 @@ class PublisherWatch:
         self._owner = os.getpid()
 
     def start(self) -> None:
-        """Start the thread, if it isn't running."""
+        """Start the thread, if it isn't running; in a forked child, one of its own."""
+        if os.getpid() != self._owner:
+            self._start_anew()
         with self._changed:
             if self._thread is None and not self._closing:
                 self._loop = EventLoop()
-                self._thread = threading.Thread(target=self._live, name="holdfast-sync-watch", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._live, name="holdfast-sync-watch", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    self._loop.close()
+                    raise _refused(error) from error
+                self._thread = thread
+
+    def _start_anew(self) -> None:
+        """In a forked child: forget what is its parent's, without locking: the lock's holder may not exist here."""
+        self._owner = os.getpid()
+        self._closed = CloseSignal()
+        self._rendezvous = RendezvousClient(self._where, self._closed)
+        self._changed = threading.Condition()
+        self._known, self._error, self._thread, self._loop = None, None, None, None
 
     @property
     def known(self) -> Known | None:
@@ -80,6 +100,11 @@ class PublisherWatch:
             if error is not None:
                 raise error
             return self._known
+
+    def follows(self, places: messages.PublisherPlaces) -> bool:
+        """Return True while this publisher is there, and none has taken its place."""
+        known = self._known
+        return known is not None and known.places == places
 
     @property
     def trouble(self) -> str:
@@ -128,8 +153,8 @@ class PublisherWatch:
                 except BoardLost as error:  # its host may start, or go on, at any time
                     self._trouble = str(error)
                     self._pause(_LOOK_S)
-                except HoldfastError as error:
-                    self._say(None, error)
+                except (HoldfastError, OSError, RuntimeError) as error:  # no thread, no descriptor: there may be soon
+                    self._say(None, error if isinstance(error, HoldfastError) else _refused(error))
                     self._pause(_SLICE_S)
         finally:
             self._loop.close()
@@ -156,15 +181,29 @@ class PublisherWatch:
         try:
             link.send(messages.Introduce(receiver_name(), places.token))
             link.send(messages.AskNews())
+            looked_s = time.monotonic()
             while not self._closing:
+                if time.monotonic() - looked_s > _LOOK_AGAIN_S:
+                    if self._is_replaced(places):
+                        return
+                    looked_s = time.monotonic()
                 for _, said in self._heard():
                     if isinstance(said, Ended):
                         return
                     if isinstance(said, messages.News):
+                        looked_s = time.monotonic()
                         self._say(Known(places, said.records), None)
         finally:
             self._loop.drop(link)
             self._say(None, None)
+
+    def _is_replaced(self, places: messages.PublisherPlaces) -> bool:
+        """Return True if the rendezvous has another publisher than this one, which may be stopped."""
+        try:
+            found = self._rendezvous.get(PLACES, _ANSWER_S)
+        except BoardLost:
+            return False
+        return found is not None and decode_places(found, self._rendezvous.shown) != places
 
     def _heard(self) -> Iterator[tuple[Link, EngineMessage | Ended]]:
         assert self._loop is not None
@@ -181,6 +220,13 @@ class PublisherWatch:
         assert self._loop is not None
         for _ in self._loop.hear(seconds):
             pass
+
+
+def _refused(error: OSError | RuntimeError) -> HoldfastError:
+    return HoldfastError(
+        f"the publisher can't be looked for: {error}; the system refuses this process what it needs: raise its limits "
+        "(`ulimit -n`, `-u` and `-v`, or those of the container)"
+    )
 
 
 def decode_places(found: bytes, shown: str) -> messages.PublisherPlaces:
