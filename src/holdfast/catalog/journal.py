@@ -201,9 +201,10 @@ class Journal:
     def _note_receivers(self) -> None:
         """Note the last that was heard of each receiver."""
         rows = {}
-        while self._receivers:
-            row = self._receivers.popleft()
-            rows[row[0]] = row
+        with contextlib.suppress(IndexError):  # `close` and the thread may both be at it
+            while True:
+                row = self._receivers.popleft()
+                rows[row[0]] = row
         told = list(rows.values())
         self._receivers_at = time.monotonic() + max(RECEIVERS_EVERY_S, len(told) * RECEIVER_S)
         for at in range(0, len(told), RANKS_MAX):
