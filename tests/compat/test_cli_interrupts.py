@@ -99,7 +99,8 @@ _WRITERS = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ("verify", "diff") else []) for name in _WRITERS]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in ("dcp", "verify", "diff") else []) for name in _WRITERS],
 )
 def test_an_interrupted_command_leaves_nothing(name: str, root: Path, tmp_path: Path) -> None:
     """At several moments, from the imports on; where it was done before, the target is whole."""
@@ -196,7 +197,7 @@ def dead(request: pytest.FixtureRequest) -> Iterator[str]:
 KEYS = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1"}
 
 
-@pytest.mark.parametrize("name", ["ls", "show", "verify"])
+@pytest.mark.parametrize("name", ["ls", *(pytest.param(name, marks=pytest.mark.slow) for name in ("show", "verify"))])
 def test_a_store_that_does_not_answer_is_given_up_soon(name: str, dead: str) -> None:
     began = time.monotonic()
     ended = run(name, "s3://bucket/runs", AWS_ENDPOINT_URL=dead, **KEYS)

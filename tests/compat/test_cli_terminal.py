@@ -224,7 +224,7 @@ _NO_SIGNS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 ASCII = {"LC_ALL": "POSIX", "PYTHONIOENCODING": "ascii"}
 
 
-@pytest.mark.parametrize("columns", [40, 60, 200])
+@pytest.mark.parametrize("columns", [40, *(pytest.param(n, marks=pytest.mark.slow) for n in (60, 200))])
 @pytest.mark.parametrize("locale", [{}, ASCII], ids=["utf-8", "ascii"])
 def test_a_bar_has_bytes_per_second_and_time_left_on_one_line(columns: int, locale: dict[str, str]) -> None:
     status, seen = on_a_terminal([sys.executable, "-c", _SLOW, "0.1", "20"], columns, **locale)

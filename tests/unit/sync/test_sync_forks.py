@@ -116,7 +116,7 @@ def start(kind: str, place: Path, version: int) -> subprocess.Popen[str]:
 
 
 @BLOCKS
-@pytest.mark.parametrize("polls", [False, True])
+@pytest.mark.parametrize("polls", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_publisher_at_the_place_of_a_stopped_one_is_found(tmp_path: Path, kind: str, polls: bool) -> None:
     into = weights(0)
     publishers = [start(kind, tmp_path, 1)]
