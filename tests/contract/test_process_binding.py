@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
-from child_processes import children_of
 
 import holdfast
 from holdfast import cores
@@ -54,6 +54,11 @@ def engines(sample: Sample, tmp_path: Path) -> Iterator[Callable[..., EngineClie
     yield start
     for client in clients:
         client.close()
+
+
+def children() -> list[int]:
+    """Processes that this one has started."""
+    return [child.pid for child in psutil.Process().children()]
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
@@ -115,7 +120,7 @@ def test_by_default_an_engine_and_its_images_are_near_the_device(
     state = {"w": torch.ones(1 << 16)}
     with holdfast.CheckpointManager(tmp_path / "run", state) as manager:
         manager.save(1).result(WAIT_S)
-        bound = [set(cores_of_threads(pid).values()) for pid in children_of(os.getpid())]
+        bound = [set(cores_of_threads(pid).values()) for pid in children()]
     assert {str(LAST[0])} in bound
     assert touched_from == [set(LAST)]
     assert os.sched_getaffinity(0) == set(HERE)
@@ -148,7 +153,7 @@ def test_a_manager_gives_each_delivery_cores_of_its_own(tmp_path: Path) -> None:
         handles = manager.step(1)
         seen: set[str] = set()
         while not all(handle.done() for handle in handles):
-            for pid in children_of(os.getpid()):
+            for pid in children():
                 try:
                     seen |= set(cores_of_threads(pid).values())
                 except (FileNotFoundError, ProcessLookupError, ValueError):
@@ -160,7 +165,7 @@ def test_a_manager_gives_each_delivery_cores_of_its_own(tmp_path: Path) -> None:
 
 
 def test_cores_that_cannot_be_used_are_an_error_before_anything_is_touched(tmp_path: Path) -> None:
-    before = children_of(os.getpid())
+    before = children()
     with pytest.raises(holdfast.ConfigError, match=r"CheckpointConfig\.cores: expected"):
         holdfast.CheckpointConfig(cores=[-1])
     config = holdfast.CheckpointConfig(cores=[HERE[0], 8191])
@@ -172,7 +177,7 @@ def test_cores_that_cannot_be_used_are_an_error_before_anything_is_touched(tmp_p
         holdfast.CheckpointManager(tmp_path / "run", {"model": torch.nn.Linear(2, 2)}, exports=[export])
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "hf").exists()
-    assert children_of(os.getpid()) == before
+    assert children() == before
     with holdfast.CheckpointManager(
         tmp_path / "run", {"w": torch.ones(8)}, config=holdfast.CheckpointConfig(cores=[8191], load_only=True)
     ) as reader:  # it starts no engine

@@ -9,9 +9,9 @@ import sys
 import threading
 import time
 
+import psutil
 import pytest
 import torch
-from child_processes import children_of
 
 import holdfast
 from holdfast.engine import process as io_priority
@@ -82,6 +82,11 @@ def priorities(pid):
     """The nice level and the I/O priority of each thread that works on an attempt; the control thread's are its own."""
     levels, found = nice_levels(pid), io_priorities(pid)
     return {name: (levels[name], found[name]) for name in levels.keys() & found.keys() - {str(pid)}}
+
+
+def children():
+    """Processes that this one has started."""
+    return [child.pid for child in psutil.Process().children()]
 
 
 def wait_for(condition, timeout_s=10.0):
@@ -204,7 +209,7 @@ def test_a_manager_gives_each_delivery_limits_of_its_own(tmp_path, slots):
         handles = manager.step(1)
         seen = set()
         while not all(handle.done() for handle in handles):
-            for pid in children_of(os.getpid()):
+            for pid in children():
                 with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it, or a thread of it, has ended
                     seen |= set(priorities(pid).values())
             time.sleep(0.02)

@@ -8,8 +8,6 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from child_processes import children_of
-
 
 class Log:
     """The events of one rank, as far as they have been written; see `saving_job.note`."""
@@ -40,6 +38,15 @@ def is_gone(pid: int) -> bool:
             return file.read().rsplit(")", 1)[1].split()[0] in "ZX"
     except OSError:
         return True
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the processes that ``pid`` has started; a thread of it, or a child, may end meanwhile."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, task.read_text().split())
+    return found
 
 
 def engines_of(pid: int) -> list[int]:

@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from child_processes import children_of
 from elastic_job import made, step_of
 from nursery import environment
-from processes import free_port
+from processes import children_of, free_port
 
 import holdfast
 

@@ -22,8 +22,7 @@ from unittest import mock
 
 import pytest
 import torch
-from child_processes import children_of
-from processes import engines_of, is_gone
+from processes import children_of, engines_of, is_gone
 from torch import nn
 
 import holdfast
