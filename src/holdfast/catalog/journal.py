@@ -182,10 +182,13 @@ class Journal:
 
     def hear(self, event: Event) -> None:
         """Note ``event``, if it is of this root: a hook of `holdfast.events`."""
-        if event.kind in ("version.received", "receiver.left") and os.getpid() == self._owner:
+        if os.getpid() != self._owner:
+            return
+        if event.kind in ("version.received", "receiver.left"):
             self._hear_receiver(event)
+            return
         told = _TOLD.get(event.kind)
-        if told is None or event.rank not in (0, None) or os.getpid() != self._owner or not self._is_of_root(event):
+        if told is None or event.rank not in (0, None) or not self._is_of_root(event):
             return
         kind, fields = told(event)
         self.note(kind, **fields)

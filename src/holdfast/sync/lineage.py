@@ -1,9 +1,11 @@
 """Tell which training step a version is of, and who has it: the events that a journal and the page keep. Torch-free.
 
-Publishing.publish -> version.published    on each publisher rank
-a commit -> version.received               on publisher rank 0, which receivers tell; in a directory or a bucket,
-                                           and over sessions (NCCL, CUDA IPC), on the receiver alone
-a connection ends -> receiver.left         on publisher rank 0, of a receiver that had a version
+    Publishing.publish -> version.published    on each publisher rank
+    a commit -> version.received               on publisher rank 0, which receivers tell; of a directory or a bucket
+                                               in the receiver's process
+    a connection ends -> receiver.left         on publisher rank 0, of a receiver that had a version
+
+Does not: tell who has a version that came over a session (NCCL, CUDA IPC).
 """
 
 from __future__ import annotations
