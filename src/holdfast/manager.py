@@ -122,7 +122,7 @@ class CheckpointManager:
         self._taken: set[int] = set()
         """Steps that may be published: named in the root at start, or begun since; the same on every rank."""
         self._models: set[int] = set()
-        """Steps ahead of the run that hold the final model of an earlier run; the same on every rank."""
+        """Steps ahead of the run that hold the final model or export of an earlier run; the same on every rank."""
         self._last_is_final = self._seen_first = self._closed = False
         self._tenancy: Tenancy | None = None
         self._replaced_by = ""
@@ -284,8 +284,12 @@ class CheckpointManager:
         """
         self._check_open()
         self._end_flights()
-        found = self._tell(lambda: b" ".join(b"%d" % step for step in self._keeper.outlook(None).models))
-        self._resumed_from(0, [int(step) for step in found.split()])
+
+        def models() -> bytes:
+            found = self._keeper.outlook(None)
+            return b" ".join(b"%d" % step for step in (*found.models, *found.exports))
+
+        self._resumed_from(0, [int(step) for step in self._tell(models).split()])
 
     def _end_flights(self) -> None:
         """End every save and export begun before, and leave none for a later start to publish."""
@@ -331,7 +335,8 @@ class CheckpointManager:
         Files are only read if a checkpoint is due. Raises an earlier failure as `on_error` says, once what is due has
         been started: ranks learn of a failure at different moments, and must stay in step.
         At the step agreed on for a signal (`save_on_signal`) it saves, waits, and ends the program as the signal does.
-        A step where the run comes by the model-only last save of an earlier one is not saved, as the log says.
+        A step where the run comes by the model-only last save of an earlier one, or its export, is not saved, as the
+        log says.
         """
         self._check_open()
         checked_step(step)
@@ -398,7 +403,7 @@ class CheckpointManager:
         after it: that returns the save before where last-save options and files change nothing, else replaces it. A
         model-only save replaces it only if it isn't pinned and an older step is left to resume from; else it stays, as
         the log says. A model-only last save of an earlier run that this one comes by is `CheckpointExists` too, unless
-        this is ``final``. Where this raises an earlier failure, this save goes on all the same.
+        this is ``final``, and so is an export. Where this raises an earlier failure, this save goes on all the same.
         """
         self._check_open()
         checked_step(step)

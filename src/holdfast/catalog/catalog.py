@@ -101,12 +101,14 @@ TOLD_MAX: Final = 8
 class Outlook:
     """Candidates that a run may resume from in a root, as rank 0 sees it.
 
-    candidates: (step, name), best first. models: steps that hold only a model. unusable: if there is no candidate,
-    entries that look like published checkpoints, each with the reason why it can't be used.
+    candidates: (step, name), best first. models: steps that hold only a model. exports: steps whose place has something
+    of another kind. unusable: if there is no candidate, entries that look like published checkpoints, each with the
+    reason why it can't be used.
     """
 
     candidates: list[tuple[int, str]]
     models: list[int]
+    exports: list[int]
     unusable: list[str]
 
 
@@ -261,7 +263,13 @@ class Catalog:
         found = self.found()
         candidates = self._candidates(found, step)
         models = [row.step for row in found if not row.resumable]
-        return Outlook(candidates, models, [] if candidates else self.unusable(besides=besides))
+        return Outlook(candidates, models, self.exports(found), [] if candidates else self.unusable(besides=besides))
+
+    def exports(self, found: Collection[Found]) -> list[int]:
+        """Return steps whose place has something of another kind that Holdfast made, given what was `found`."""
+        known = {row.name for row in found}
+        others = [row for row in named_steps(self._storage, self._template) if row[1] not in known]
+        return [row.step for row in oldest_first(self._storage, others, kind=None, stock=False)]
 
     def unusable(self, *, besides: str | None = None) -> list[str]:
         """List entries that look like published checkpoints but can't be resumed from, each with the reason.
@@ -559,10 +567,10 @@ class Catalog:
 
 
 def model_stays(step: int, path: str) -> str:
-    """Return why ``step`` isn't saved at ``path``, which holds a model-only save."""
+    """Return why ``step`` isn't saved at ``path``, which holds a model-only save or an export."""
     return (
-        f"step {step} is not saved: {path} holds only a model, the last save of an earlier run, and may be the only "
-        "copy of it; nothing but another last save (final=True) replaces it: move it away to save this step"
+        f"step {step} is not saved: {path} holds only a model, which an earlier run left and which may be the only "
+        "copy of it: move it away to save this step (if it isn't an export, another last save, final=True, replaces it)"
     )
 
 

@@ -52,10 +52,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What a run may resume from, best first; ``models``, ``unusable``: as of `Outlook`."""
+    """What a run may resume from, best first; ``models``, ``exports``, ``unusable``: as of `Outlook`."""
 
     choices: list[Choice]
     models: list[int] = field(default_factory=list)
+    exports: list[int] = field(default_factory=list)
     unusable: list[str] = field(default_factory=list)
     diverged: list[int] = field(default_factory=list)
     """Steps that the mirror has of another run than the local root."""
@@ -164,9 +165,11 @@ def outlook(keeper: Catalog, mirror: Sequence[Found], root: str, step: int | Non
         wanted = [item for item in reversed(union.rows) if item[0].resumable]
     found = [Choice(row.step, row.resumable, places, row.origin) for row, places in wanted]
     models = [row.step for row in local if not row.resumable]
+    exports = keeper.exports(local)
     unusable = [] if found else keeper.unusable(besides=besides)
     diverged = sorted({row.step for row in (*union.collided, *union.others)})
-    return Choices(found, models, unusable, diverged, _rivalry(union.rivals, keeper.root, root) if step is None else "")
+    rivalry = _rivalry(union.rivals, keeper.root, root) if step is None else ""
+    return Choices(found, models, exports, unusable, diverged, rivalry)
 
 
 def _rivalry(rivals: list[Found], local: str, root: str) -> str:

@@ -85,7 +85,7 @@ class Resumer:
         path = self._config.initial_load_path
         if not candidates:
             self._say_what_is_unused(outlook)
-            self._on_resumed(None, outlook.models, "")
+            self._on_resumed(None, [*outlook.models, *outlook.exports], "")
             if path is not None:
                 options = self._options(model_only=True, key_map=self._config.initial_key_map)
                 load_state(self._tree, lambda: os.fspath(path), group, votes, options)
@@ -110,7 +110,7 @@ class Resumer:
                 place = self._storage_of(choice.places[0])
                 events.emit("load.fallback", step=found, rank=group.rank, path=place, error=repr(error))
                 continue
-            self._on_resumed(found, outlook.models, choice.origin)
+            self._on_resumed(found, [*outlook.models, *outlook.exports], choice.origin)
             return found
         raise AssertionError("the loop above returns or raises")
 
@@ -231,7 +231,7 @@ class Resumer:
             Choice(number, step is None or self._keeper.is_resumable(name), (CopyAt(False, name),))  # noqa: FBT003
             for number, name in found.candidates
         ]
-        return Choices(rows, found.models, found.unusable)
+        return Choices(rows, found.models, found.exports, found.unusable)
 
     def _options(self, *, model_only: bool, key_map: Any = None) -> LoadOptions:
         return LoadOptions(

@@ -278,6 +278,32 @@ def test_a_run_that_comes_by_the_model_of_an_earlier_one_goes_on_and_leaves_it(
         assert holdfast.open(tmp_path / "step-4").read("model.weight").unique().tolist() == [4.0]
 
 
+def test_a_run_that_comes_by_an_export_of_an_earlier_one_goes_on_and_leaves_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made(tmp_path, 1, 2, 3)
+    holdfast.export_hf(torch.nn.Linear(2, 2), tmp_path / "step-4")
+    before = (tmp_path / "step-4" / "model.safetensors").read_bytes()
+    for again in ("restored", "started over"):
+        with Run(tmp_path, every=1) as run:
+            if again == "restored":
+                assert run.manager.restore(3) == 3
+            else:
+                run.manager.start_over()
+            caplog.clear()
+            with caplog.at_level(logging.WARNING, "holdfast"):
+                assert run.manager.step(4) == []
+            assert "step 4 is not saved" in caplog.text
+            with pytest.raises(CheckpointExists, match=r"step 4 is not saved: .*step-4 holds only a model"):
+                run.manager.save(4)
+            with pytest.raises(CheckpointExists, match="step-4 exists already"):
+                run.save(4, final=True)
+            assert [handle.step for handle in run.manager.step(5)] == [5]
+            run.manager.wait()
+            assert holdfast.open(tmp_path / "step-5").step == 5
+    assert (tmp_path / "step-4" / "model.safetensors").read_bytes() == before
+
+
 def test_the_last_save_of_a_run_takes_the_place_of_that_of_an_earlier_one(tmp_path: Path) -> None:
     made(tmp_path, 1, 2, 3, final=4)
     with Run(tmp_path, last_model_only=True) as run:
