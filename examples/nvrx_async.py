@@ -44,12 +44,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> d
     return {"model": model_state, "optimizer": optimizer_state, "step": step}
 
 
-def main() -> None:
-    alone = {} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("gloo", **alone)
-    torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     step = 0
     if (out / "latest.txt").exists():
         state = state_of(model, optimizer, 0)
@@ -70,6 +65,15 @@ def main() -> None:
             print(f"step {step}: loss {loss.item():.6f}", flush=True)
     queue.maybe_finalize_async_calls(blocking=True, no_dist=False)
     queue.close()
+
+
+def main() -> None:
+    alone = {} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("gloo", **alone)
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4)))
+    train(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    del model  # first: a DDP model that outlives its group may wait for gloo forever (torch 2.13)
     dist.destroy_process_group()
 
 

@@ -19,13 +19,7 @@ from holdfast.integrations.torchdata import StatefulDataLoader, StatefulDistribu
 SAMPLES, BATCH = 96, 4
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--stop-after", type=int, help="training steps")
-    options = parser.parse_args()
-    dist.init_process_group("gloo")
-
+def train(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     data = [(number, torch.randn(8)) for number in range(SAMPLES)]
     sampler = StatefulDistributedSampler(data, shuffle=True, seed=7)
@@ -53,7 +47,6 @@ def main() -> None:
     if dist.get_rank() == 0 and step != options.stop_after:
         assert bool((counts == 1).all())
         print(f"the end of the epoch, after step {step}: every sample once")
-    dist.destroy_process_group()
 
 
 def count(numbers: torch.Tensor) -> torch.Tensor:
@@ -61,6 +54,16 @@ def count(numbers: torch.Tensor) -> torch.Tensor:
     found = torch.bincount(numbers, minlength=SAMPLES).float()
     dist.all_reduce(found)
     return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--stop-after", type=int, help="training steps")
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    train(options)
+    dist.destroy_process_group()  # after the model: DDP that outlives its group may wait for gloo forever (torch 2.13)
 
 
 if __name__ == "__main__":

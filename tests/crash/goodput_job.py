@@ -62,8 +62,8 @@ def main(root: str, book: str, steps: int, killed_at: int) -> None:
                 note("killed", step=step)
                 os.kill(os.getpid(), signal.SIGKILL)
     note("end")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    dist.destroy_process_group()  # without the model: DDP that outlives its group may wait for gloo forever

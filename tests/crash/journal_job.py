@@ -31,8 +31,8 @@ def main(root: str, killed: bool) -> None:
             if killed and step == KILLED_AT:
                 dist.barrier()
                 os.kill(os.getpid(), signal.SIGKILL)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2] == "killed")
+    dist.destroy_process_group()  # without the model: DDP that outlives its group may wait for gloo forever
