@@ -129,6 +129,7 @@ def assert_resumes_bit_for_bit(root: str) -> None:
         assert "exported, and the export loads: True" in ended.stdout
 
 
+@pytest.mark.slow
 def test_training_in_a_bucket_resumes_bit_for_bit(object_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {"ACCESS_KEY_ID": "somebody", "SECRET_ACCESS_KEY": "secret", "REGION": "us-east-1"}
     for name, value in {**keys, "ENDPOINT_URL": object_server.endpoint}.items():

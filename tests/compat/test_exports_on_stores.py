@@ -273,6 +273,7 @@ def head_of(url: str, directory: Path) -> float:
     return float(found)
 
 
+@pytest.mark.slow
 def test_of_several_that_race_one_is_published_and_nothing_else_is_left(
     bucket: str, object_server: Server, tmp_path: Path
 ) -> None:
@@ -319,7 +320,7 @@ def test_of_two_that_overwrite_the_last_one_has_all_names(
         "target",
         pytest.param("seal", marks=pytest.mark.slow),
         "publish",
-        "_put_faces",
+        pytest.param("_put_faces", marks=pytest.mark.slow),
     ],
 )
 def test_an_export_that_was_killed_is_finished_or_gone(

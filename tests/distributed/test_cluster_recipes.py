@@ -91,10 +91,12 @@ def parts_of(out: Path) -> dict[str, Any]:
     return {path.stem: json.loads(path.read_text()) for path in (out / "parts").glob("*.json")}
 
 
+@pytest.mark.slow
 def test_torchrun_recipe_checks_a_dense_model(dense: Path) -> None:
     assert_sound(dense, "tiny-dense")
 
 
+@pytest.mark.slow
 def test_a_recipe_that_is_started_again_repeats_nothing(dense: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (dense / "parts").iterdir()}
     run_recipe([str(ROOT / "benchmarks/cluster/torchrun.sh"), "tiny-dense", str(dense)])
@@ -179,6 +181,7 @@ def start_over(parts: dict[str, Any]) -> None:
     parts["interrupted"]["resumed"] = 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "failing"),
     [

@@ -26,7 +26,8 @@ STEPS = 14
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("nproc", "plan", "save"), [(1, "ddp", "async"), (2, "ddp", "holdfast"), (2, "fsdp2", "async")]
+    ("nproc", "plan", "save"),
+    [pytest.param(1, "ddp", "async", marks=pytest.mark.slow), (2, "ddp", "holdfast"), (2, "fsdp2", "async")],
 )
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path, nproc: int, plan: str, save: str) -> None:
     """Beside an uninterrupted run that accelerate saved, from whose checkpoint a run of ours goes on, too."""

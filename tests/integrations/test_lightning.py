@@ -44,7 +44,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dic
 @pytest.mark.parametrize(
     ("nproc", "plan", "save"),
     [
-        (1, "single", "mixin"),
+        pytest.param(1, "single", "mixin", marks=pytest.mark.slow),
         (1, "single", "plugin"),
         (2, "ddp", "mixin"),
         pytest.param(2, "ddp", "plugin", marks=pytest.mark.slow),
@@ -71,7 +71,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
         assert checkpoint.manifest.world == (1 if save == "plugin" else nproc)
 
 
-@pytest.mark.parametrize(("nproc", "plan"), [(1, "single"), (2, "fsdp2")])
+@pytest.mark.parametrize(("nproc", "plan"), [pytest.param(1, "single", marks=pytest.mark.slow), (2, "fsdp2")])
 def test_a_run_killed_inside_an_epoch_goes_on_at_its_batch(
     tmp_path: Path, uninterrupted: Callable[..., dict[int, str]], nproc: int, plan: str
 ) -> None:
@@ -90,7 +90,8 @@ def test_a_run_killed_inside_an_epoch_goes_on_at_its_batch(
 
 
 @pytest.mark.parametrize(
-    ("nproc", "plan", "save"), [(1, "single", "mixin"), (1, "single", "plugin"), (2, "fsdp2", "mixin")]
+    ("nproc", "plan", "save"),
+    [pytest.param(1, "single", "mixin", marks=pytest.mark.slow), (1, "single", "plugin"), (2, "fsdp2", "mixin")],
 )
 def test_a_run_goes_on_from_what_lightning_wrote_and_back(
     tmp_path: Path, uninterrupted: Callable[..., dict[int, str]], nproc: int, plan: str, save: str

@@ -408,7 +408,9 @@ def test_a_rank_that_never_calls_is_an_error_on_the_other_within_its_patience(tm
     assert seconds < 30
 
 
-@pytest.mark.parametrize("killed", [1, 0], ids=["a rank", "the rank that hosts the Store"])
+@pytest.mark.parametrize(
+    "killed", [pytest.param(1, marks=pytest.mark.slow), 0], ids=["a rank", "the rank that hosts the Store"]
+)
 def test_a_killed_rank_is_an_error_on_the_other_although_functions_are_at_work(tmp_path: Path, killed: int) -> None:
     """They would be for a minute, and the limit of functions is 100 s."""
     output = run_two_ranks(HERE / "nvrx_silent.py", tmp_path, "killed", killed, heard_by=1 - killed)

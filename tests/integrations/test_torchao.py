@@ -22,7 +22,7 @@ JOB = Path(__file__).with_name("torchao_job.py")
 STEPS = 10
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+@pytest.mark.parametrize("optimizer", ["AdamW8bit", "AdamW4bit", pytest.param("AdamWFp8", marks=pytest.mark.slow)])
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path, optimizer: str) -> None:
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()

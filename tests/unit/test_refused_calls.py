@@ -79,7 +79,7 @@ def run(library: Path, place: Path, refused: str, number: int) -> tuple[str, str
     return done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("number", [38, 1])
+@pytest.mark.parametrize("number", [38, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_can_be_done_without(library: Path, tmp_path: Path, number: int) -> None:
     said, warned = run(library, tmp_path, "memfd_create,setsid", number)
     assert said == "saved\n", said

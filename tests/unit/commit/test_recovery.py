@@ -158,7 +158,11 @@ def test_stopped_at_every_operation(world, failing, overwrite, after, power_cut)
 
 
 @pytest.mark.parametrize("power_cut", [pytest.param(False, marks=pytest.mark.slow), True], ids=["killed", "power cut"])
-@pytest.mark.parametrize("overwrite", [None, "renames", "exchange"], ids=["new", "two renames", "exchange"])
+@pytest.mark.parametrize(
+    "overwrite",
+    [None, pytest.param("renames", marks=pytest.mark.slow), "exchange"],
+    ids=["new", "two renames", "exchange"],
+)
 def test_a_recovery_stopped_anywhere_is_finished_by_the_next(overwrite, power_cut):
     """A save killed once all is reported, then its recovery killed at every operation of its own."""
     rng = random.Random(1)

@@ -173,6 +173,7 @@ def test_many_ranks(made: object, figures: list[str]) -> None:
     assert took < 60.0  # some 2 s on an idle machine
 
 
+@pytest.mark.slow
 def test_memory_of_a_plan_for_many_ranks() -> None:
     wants, sizes = replicated_shards()
     tracemalloc.start()

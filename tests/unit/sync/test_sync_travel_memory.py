@@ -72,7 +72,7 @@ def started(script: str, kind: str, place: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("kind", ["directory", "shared memory"])
+@pytest.mark.parametrize("kind", [pytest.param("directory", marks=pytest.mark.slow), "shared memory"])
 def test_casts_and_slices_hold_no_whole_copy(tmp_path: Path, kind: str) -> None:
     publisher = started(_PUBLISHER, kind, tmp_path / "versions")
     receiver = None
