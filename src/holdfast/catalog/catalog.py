@@ -260,16 +260,10 @@ class Catalog:
 
         besides: a path that is not reported as unusable. Raises as `candidates`, and `StorageError`.
         """
-        found = self.found()
+        found, exports = self.found_beside_exports()
         candidates = self._candidates(found, step)
         models = [row.step for row in found if not row.resumable]
-        return Outlook(candidates, models, self.exports(found), [] if candidates else self.unusable(besides=besides))
-
-    def exports(self, found: Collection[Found]) -> list[int]:
-        """Return steps whose place has something of another kind that Holdfast made, given what was `found`."""
-        known = {row.name for row in found}
-        others = [row for row in named_steps(self._storage, self._template) if row[1] not in known]
-        return [row.step for row in oldest_first(self._storage, others, kind=None, stock=False)]
+        return Outlook(candidates, models, exports, [] if candidates else self.unusable(besides=besides))
 
     def unusable(self, *, besides: str | None = None) -> list[str]:
         """List entries that look like published checkpoints but can't be resumed from, each with the reason.
@@ -321,6 +315,14 @@ class Catalog:
     def found(self) -> list[Found]:
         """Return all checkpoints here, those of stock DCP too, the newest last. Raises `StorageError`."""
         return self._found(stock=True)
+
+    def found_beside_exports(self) -> tuple[list[Found], list[int]]:
+        """Return `found`, and the steps whose place has something of another kind that Holdfast made."""
+        storage, rows = self._storage, named_steps(self._storage, self._template)
+        found = oldest_first(storage, rows, kind=self._kind)
+        known = {row.name for row in found}
+        others = oldest_first(storage, [row for row in rows if row[1] not in known], kind=None, stock=False)
+        return found, [row.step for row in others]
 
     def _found(self, *, stock: bool = False) -> list[Found]:
         rows = named_steps(self._storage, self._template)

@@ -149,7 +149,7 @@ def outlook(keeper: Catalog, mirror: Sequence[Found], root: str, step: int | Non
     mirror: what was found there. root: of the mirror, for messages. besides: as for `Catalog.outlook`. Raises
     `CheckpointNotFound` for an absent step, and `StorageError`.
     """
-    local = keeper.found()
+    local, exports = keeper.found_beside_exports()
     union = _union(local, mirror)
     if step is not None:
         strange: list[_Row] = [(row, (CopyAt(True, row.name),)) for row in union.others]  # noqa: FBT003
@@ -165,7 +165,6 @@ def outlook(keeper: Catalog, mirror: Sequence[Found], root: str, step: int | Non
         wanted = [item for item in reversed(union.rows) if item[0].resumable]
     found = [Choice(row.step, row.resumable, places, row.origin) for row, places in wanted]
     models = [row.step for row in local if not row.resumable]
-    exports = keeper.exports(local)
     unusable = [] if found else keeper.unusable(besides=besides)
     diverged = sorted({row.step for row in (*union.collided, *union.others)})
     rivalry = _rivalry(union.rivals, keeper.root, root) if step is None else ""
