@@ -94,6 +94,14 @@ class Moved:
 
 
 @pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take nobody for ill on a busy machine."""
+    monkeypatch.setattr(fanout, "_PATIENCE_S", 10.0)
+    monkeypatch.setattr(fanout, "_PATIENCE_MAX_S", 20.0)
+    monkeypatch.setattr(peers, "_SILENT_S", 10.0)
+
+
+@pytest.fixture
 def publisher(tmp_path: Path) -> Iterator[Publisher]:
     with Publisher(KINDS[_kind](tmp_path / "meet")) as found:
         yield found
@@ -112,6 +120,7 @@ def fleet(tmp_path: Path) -> Iterator[Callable[[int], list[Receiver]]]:
         receiver.close()
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_the_publisher_sends_a_version_once(
     publisher: Publisher, fleet: Callable[[int], list[Receiver]], count: int
@@ -129,6 +138,7 @@ def test_the_publisher_sends_a_version_once(
         assert abs(served - (count - 1)) <= 0.3
 
 
+@pytest.mark.usefixtures("patient")
 def test_who_comes_late_is_served_by_those_who_have_it(
     publisher: Publisher, fleet: Callable[[int], list[Receiver]]
 ) -> None:
@@ -145,6 +155,7 @@ def test_who_comes_late_is_served_by_those_who_have_it(
     assert abs(served - 2) < 0.1
 
 
+@pytest.mark.usefixtures("patient")
 def test_parts_travel_once_too(tmp_path: Path, publisher: Publisher) -> None:
     publisher.publish(state(1), 1)
     names = sorted(zeros())
@@ -357,13 +368,6 @@ def publish_delta(publisher: Publisher, weights: dict[str, torch.Tensor], versio
     return size_of_delta(publisher, version, base)
 
 
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take nobody for ill on a busy machine."""
-    monkeypatch.setattr(fanout, "_PATIENCE_S", 10.0)
-    monkeypatch.setattr(peers, "_SILENT_S", 10.0)
-
-
 def size_of_delta(publisher: Publisher, version: int, base: int) -> int:
     half: Any = publisher._half
     deltas, wanted = half._served.deltas, VersionKey(version, half._records[version].digests[0])
@@ -443,6 +447,7 @@ def test_who_comes_late_brings_the_delta_from_those_who_have_it(
     assert abs(served - 2) <= 0.1
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_hop_with_a_damaged_delta_costs_bytes_only(
     encoding: Publisher, fleet: Callable[[int], list[Receiver]], caplog: pytest.LogCaptureFixture
 ) -> None:
