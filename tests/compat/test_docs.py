@@ -6,33 +6,23 @@ Also: no page links to what isn't there, and the configuration page lists every 
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import page_blocks
 import pytest
+from page_blocks import BLOCK
+from tests.crash.nursery import Nursery
 
 import holdfast
 from holdfast import errors
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PAGES_WITH_BLOCKS = [page for page in PAGES if BLOCK.search(page.read_text())]
-
-# Runs a page's blocks under its own name, each on its own lines: a traceback then points into the page.
-RUNNER = """
-import re, sys
-page = sys.argv[1]
-sys.path.insert(0, sys.argv[2])
-text = open(page).read()
-names = {"__name__": "__main__"}
-for block in re.finditer(r"^```python\\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-    above = text.count("\\n", 0, block.start(1))
-    exec(compile("\\n" * above + block.group(1), page, "exec"), names)
-"""
 
 
 def name_of(page: Path) -> str:
@@ -52,17 +42,21 @@ def test_there_are_blocks_to_run() -> None:
     }
 
 
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(page_blocks.__file__).parent), prepend=os.pathsep)
+        with Nursery("torch", "holdfast", page_blocks.__name__) as found:
+            yield found
+
+
 @pytest.mark.parametrize("page", PAGES_WITH_BLOCKS, ids=name_of)
-def test_blocks_run(page: Path, tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", RUNNER, str(page), str(Path(holdfast.__file__).parents[1])],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
+def test_blocks_run(page: Path, tmp_path: Path, nursery: Nursery) -> None:
+    (place := tmp_path / "place").mkdir()
+    child = nursery.start(
+        page_blocks.__name__, "run", {"page": str(page), "directory": str(place)}, log=tmp_path / "log"
     )
-    assert ended.returncode == 0, f"{name_of(page)}:\n{ended.stdout}\n{ended.stderr}"
+    assert child.wait(600) == 0, f"{name_of(page)}:\n{child.stdout()}\n{child.stderr()}"
     hidden = list(tmp_path.rglob(".*.incomplete"))
     assert not hidden, f"{name_of(page)} leaves attempts behind: {hidden}"
 
