@@ -39,6 +39,8 @@ FOUR = [(writer, reader) for writer in (STOCK, BEHIND) for reader in (STOCK, BEH
 NINE = [(writer, reader) for writer in (STOCK, BEHIND, OWN) for reader in (STOCK, BEHIND, OWN)]
 FIVE = [*FOUR, (OWN, OWN)]
 """For what differs in the state alone: that each writer and each reader knows it is enough."""
+FULL = {(STOCK, STOCK), (BEHIND, OWN), (OWN, BEHIND)}
+"""In the full form only: the reference, and writers of one format with one another's readers."""
 TOGETHER_S = 60.0
 """How long a rank waits for the others at the end of a combination: longer than a collective."""
 TIMEOUT_S = 40.0
@@ -141,8 +143,12 @@ class Behaviours:
 
     def every_case(self) -> pytest.MarkDecorator:
         """Parametrize a test by all cases; it has to be given the fixture that `outcomes` makes."""
-        cases = [(name, *pair) for name, behaviour in self._known.items() for pair in behaviour.combinations]
-        return pytest.mark.parametrize("case", cases, ids=[f"{name}-{a}-to-{b}" for name, a, b in cases])
+        cases = [
+            pytest.param((name, *pair), id="{}-{}-to-{}".format(name, *pair), marks=[pytest.mark.slow] * (pair in FULL))
+            for name, behaviour in self._known.items()
+            for pair in behaviour.combinations
+        ]
+        return pytest.mark.parametrize("case", cases)
 
     def outcomes(self, request: pytest.FixtureRequest, place: Path) -> Outcomes:
         """What becomes of the cases that were selected in ``request``'s module."""

@@ -32,10 +32,22 @@ KINDS = {"gloo": ProcessGroupTransport, "nixl": NixlTransport}
 _kind = "gloo"
 
 
-@pytest.fixture(
-    params=["gloo", pytest.param("nixl", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="no NIXL"))],
-    autouse=True,
-)
+QUICK_WITH_NIXL = {
+    "test_the_publisher_sends_a_version_once",
+    "test_a_hop_that_is_killed_or_stopped_is_routed_around",
+    "test_laggards_bring_their_own_delta_from_one_another",
+}
+"""What doesn't depend on how bytes travel is tried with NIXL in the full form only."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    nixl = [pytest.mark.skipif(find_spec("nixl") is None, reason="no NIXL")]
+    if metafunc.function.__name__ not in QUICK_WITH_NIXL:
+        nixl.append(pytest.mark.slow)
+    metafunc.parametrize("kind", ["gloo", pytest.param("nixl", marks=nixl)], indirect=True)
+
+
+@pytest.fixture(autouse=True)
 def kind(request: pytest.FixtureRequest) -> None:
     global _kind
     _kind = request.param
