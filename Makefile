@@ -95,7 +95,7 @@ SELECTED := not slow and not gpu
 test-integrations-full test-rl-full: SELECTED := not gpu
 
 test-integrations test-integrations-full: $(FRAMEWORKS)/.ready
-	$(FRAMEWORKS)/bin/python -m pytest tests/integrations -m "$(SELECTED)" -o timeout=600 $(PYTEST_FLAGS)
+	$(FRAMEWORKS)/bin/python scripts/run_tests.py --integrations -m "$(SELECTED)" $(PYTEST_FLAGS)
 
 # verl, vLLM and SGLang without their dependencies, which are for CUDA, upon what the other frameworks have brought.
 # What can't be installed is an error of its tests; the others run.

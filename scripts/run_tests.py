@@ -2,12 +2,14 @@
 
     python scripts/run_tests.py [FLAGS OF PYTEST]              what it does
     python scripts/run_tests.py --breaking [FLAGS OF PYTEST]   what is done to break it
+    python scripts/run_tests.py --integrations [FLAGS OF PYTEST]   the adapters, in jobs of their frameworks
 
-The first tests of each suite start several processes by themselves or look at the clock, and wait for much of their
+The first tests of a suite start several processes by themselves or look at the clock, and wait for much of their
 time: they run one by one, at the priority this process has. The others work in one process; they run meanwhile, at a
-low priority and with limits of time that allow for it, and in two runs at once when the first ones are through. Their
-output is shown when they have ended; at the end comes what became of each run, with the last lines of those that died,
-as pytest does at a limit of time. The exit status is 1 if anything failed.
+low priority and with limits of time that allow for it, and in two runs at once when the first ones are through. Jobs of
+frameworks run two at a time from the beginning. The output of all but the first is shown when they have ended; at the
+end comes what became of each run, with the last lines of those that died, as pytest does at a limit of time. The exit
+status is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -23,17 +25,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-BREAKING = "--breaking"
-BREAKING_FIRST = ("tests/crash",)
-BREAKING_BESIDE = (("tests/simulation",), ("tests/property", "tests/fuzz", "tests/corruption"))
-FIRST = ("tests/contract", "tests/distributed")
-BESIDE_IN_PARTS = {"tests/unit": 3, "tests/compat": 2, "tests/view": 1}  # so that no run is much longer than the others
-BESIDE_NICE = 10  # below the engines that the first ones start
 # A test that gets a tenth of a core isn't hung when it takes two minutes.
 BESIDE_LIMITS = ("-o", "timeout=900", "-o", "faulthandler_timeout=890")
 NOTHING_COLLECTED = 5
 CLOSING_LINE = re.compile(r"^=+ .* in [\d.]+s.* =+$")
 LAST_LINES = 40
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What runs first, and what beside it: ``in_parts`` is by place, so that no run is much longer than the others."""
+
+    first: tuple[str, ...] = ()
+    beside: tuple[tuple[str, ...], ...] = ()
+    in_parts: dict[str, int] = field(default_factory=dict)
+    nice: int = 10  # below the engines that the first ones start
+
+
+PLAIN = Suite(("tests/contract", "tests/distributed"), in_parts={"tests/unit": 3, "tests/compat": 2, "tests/view": 1})
+OTHERS = {
+    "--breaking": Suite(
+        ("tests/crash",), (("tests/simulation",), ("tests/property", "tests/fuzz", "tests/corruption"))
+    ),
+    "--integrations": Suite(in_parts={"tests/integrations": 4}, nice=0),
+}
 
 
 @dataclass
@@ -108,10 +123,10 @@ class Runs:
             process.kill()
 
 
-def beside(outputs: Path, *, breaking: bool) -> deque[Run]:
+def beside(suite: Suite, outputs: Path) -> deque[Run]:
     """What runs beside the first ones."""
-    runs = [(" ".join(places), places) for places in BREAKING_BESIDE] if breaking else []
-    for place, parts in () if breaking else BESIDE_IN_PARTS.items():
+    runs = [(" ".join(places), places) for places in suite.beside]
+    for place, parts in suite.in_parts.items():
         files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / place).rglob("test_*.py"))
         runs += [(f"{place} {n + 1} of {parts}", tuple(files[n::parts])) for n in range(parts)]
     return deque(
@@ -120,13 +135,14 @@ def beside(outputs: Path, *, breaking: bool) -> deque[Run]:
 
 
 def main(flags: list[str]) -> int:
-    breaking = BREAKING in flags
+    suite = next((OTHERS[flag] for flag in flags if flag in OTHERS), PLAIN)
     with tempfile.TemporaryDirectory() as outputs:
-        runs = Runs(beside(Path(outputs), breaking=breaking), [flag for flag in flags if flag != BREAKING])
-        other = threading.Thread(target=runs.work, args=(BESIDE_NICE,))
+        runs = Runs(beside(suite, Path(outputs)), [flag for flag in flags if flag not in OTHERS])
+        other = threading.Thread(target=runs.work, args=(suite.nice,))
         other.start()
         try:
-            runs.run(Run("first", BREAKING_FIRST if breaking else FIRST))
+            if suite.first:
+                runs.run(Run("first", suite.first))
             runs.work()
         except BaseException:  # interrupted
             runs.stop()
