@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 
@@ -13,7 +14,11 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     expect_answers_soon()
-    run()
+    try:
+        run()
+    finally:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where a shell has it ignored
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # what takes the interpreter apart would print a traceback
 
 
 if __name__ == "__main__":

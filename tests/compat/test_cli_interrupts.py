@@ -150,6 +150,18 @@ def test_what_an_interrupted_overwrite_would_have_replaced_is_there(root: Path, 
         assert status in (130, -signal.SIGINT, 0)  # a shell sees 130 for both of the first
 
 
+def test_an_interrupt_while_the_interpreter_is_taken_apart_prints_nothing(root: Path) -> None:
+    program = (
+        "import atexit, os, signal, sys; from holdfast.__main__ import main; sys.argv[0] = 'holdfast'\n"
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT)); main()"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program, "ls", root], capture_output=True, timeout=100, check=False, env=environment()
+    )
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, b"")
+    assert b"step" in ended.stdout
+
+
 def test_a_file_that_can_not_grow_is_a_message(root: Path, tmp_path: Path) -> None:
     """torch ends its file although a write has failed, and says something else then."""
     limited = "trap '' XFSZ; ulimit -f 20000; exec \"$@\""
