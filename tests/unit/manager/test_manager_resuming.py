@@ -239,15 +239,15 @@ def test_what_others_put_into_a_checkpoint_does_not_make_it_corrupt(
 
 def test_a_step_that_a_writer_deletes_meanwhile_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved_run(tmp_path, 3)
-    look = keeping.Catalog.found
+    look = keeping.Catalog.found_beside_exports
 
-    def outdated(keeper: keeping.Catalog) -> list[keeping.Found]:
+    def outdated(keeper: keeping.Catalog) -> tuple[list[keeping.Found], list[int]]:
         found = look(keeper)
         if (tmp_path / "step-3").exists():
             (tmp_path / "step-3").rename(tmp_path / "aside")
         return found
 
-    monkeypatch.setattr(keeping.Catalog, "found", outdated)
+    monkeypatch.setattr(keeping.Catalog, "found_beside_exports", outdated)
     with Run(1).manager(tmp_path, load_only=True) as manager:
         assert manager.restore() == 2
 
