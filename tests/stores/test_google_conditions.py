@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from _faulty_proxy import Proxy
 from servers import Server, StorageTestbench, soon, use
-from test_store_races import RACES, WRITERS, run_races
+from test_store_races import FEW_LANES, RACES, WRITERS, run_races
 
 from holdfast.storage.object_store import ObjectStore
 
@@ -83,6 +83,6 @@ def test_eight_writers_have_one_winner(bench: Server, proxy: Proxy, tried: Count
             return ("after", "after-503", None, None, None)[puts % 5] if method == "PUT" else None
 
     proxy.rule, count = lose, -(-RACES // 4)
-    run_races(bench.place(), count, lists=False)
+    run_races(bench.place(), count, at_a_time=FEW_LANES, lists=False)
     assert len(proxy.met) >= count
     tried[f"races of {WRITERS} writers on {bench.name} with lost answers, one winner each"] += count

@@ -18,7 +18,9 @@ from servers import Server, soon
 from holdfast.storage.object_store import ObjectStore
 
 RACES = int(os.environ.get("HOLDFAST_RACES", "100"))
-WRITERS, LANES = 8, 20
+WRITERS, LANES, FEW_LANES = 8, 20, 5
+LONG_S = 120.0
+"""No race is about time: a store that shares a core with other suites may need tens of seconds for what comes again."""
 
 
 def race(stores: list[ObjectStore], name: str) -> None:
@@ -30,7 +32,7 @@ def race(stores: list[ObjectStore], name: str) -> None:
         mine = b"%02d" % number * (number + 1)
         barrier.wait(30)
         try:
-            told[number] = stores[number].create(name, mine, ours=mine.__eq__, ends_s=soon())
+            told[number] = stores[number].create(name, mine, ours=mine.__eq__, ends_s=soon(LONG_S))
         except BaseException as error:
             told[number] = error
 
@@ -38,20 +40,22 @@ def race(stores: list[ObjectStore], name: str) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(LONG_S + 30)
     assert sorted(map(str, told)) == ["False"] * (len(stores) - 1) + ["True"], f"{name}: {told}"
     winner = told.index(True)
     assert stores[0].get(name, ends_s=soon())[0] == b"%02d" % winner * (winner + 1)
 
 
-def run_races(place: str, count: int, *, lists: bool = True) -> None:
-    """Run ``count`` races, `LANES` of them at a time: SeaweedFS lets those sleep a second or more that come second."""
-    lanes = [[ObjectStore(place) for _ in range(WRITERS)] for _ in range(LANES)]
-    with ThreadPoolExecutor(LANES) as pool:
-        for done in [
-            pool.submit(lambda lane=lane: [race(lanes[lane], f"race-{number}") for number in range(lane, count, LANES)])
-            for lane in range(LANES)
-        ]:
+def run_races(place: str, count: int, *, at_a_time: int = LANES, lists: bool = True) -> None:
+    """Run ``count`` races, some at a time: SeaweedFS lets those sleep a second or more that come second."""
+    lanes = [[ObjectStore(place) for _ in range(WRITERS)] for _ in range(at_a_time)]
+
+    def run(lane: int) -> None:
+        for number in range(lane, count, at_a_time):
+            race(lanes[lane], f"race-{number}")
+
+    with ThreadPoolExecutor(at_a_time) as pool:
+        for done in [pool.submit(run, lane) for lane in range(at_a_time)]:
             done.result()
     assert not lists or len(lanes[0][0].objects("", ends_s=soon())) == count
 
@@ -77,6 +81,7 @@ def test_eight_writers_have_one_winner_though_answers_get_lost(
             return ("after", "after-503", None, None, None)[puts % 5]
 
     faulty.rule = lose
-    run_races(place, count)
+    # Each lost answer brings more requests: with many at a time, a server that is short of time never gets through.
+    run_races(place, count, at_a_time=FEW_LANES)
     assert len(faulty.met) >= count
     tried[f"races of {WRITERS} writers on {server.name} with lost answers, one winner each"] += count
