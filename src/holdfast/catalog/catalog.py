@@ -390,7 +390,8 @@ class Catalog:
         with self._lock:
             left_behind = step in self._abandoned
         if not left_behind and is_checkpoint(self._storage, name):
-            refuse_occupied(self._storage, name, step=step)
+            advice = "save another step, or go back before it (restore(step=...), start_over()) to save it anew"
+            refuse_occupied(self._storage, name, step=step, advice=advice)
 
     def note_published(
         self, step: int | None, name: str, extra: Mapping[str, Any], *, resumable: bool, attempt: str = ""

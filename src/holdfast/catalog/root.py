@@ -106,14 +106,18 @@ def is_stock(storage: Readable, name: str) -> bool:
     return any(all(map(has_metadata, places)) for places in _STOCK_LAYOUTS)
 
 
-def refuse_occupied(storage: Readable, name: str, *, step: int | None) -> None:
-    """Raise `CheckpointExists` if something is where a save of ``step`` would be published as ``name``."""
+def refuse_occupied(
+    storage: Readable,
+    name: str,
+    *,
+    step: int | None,
+    advice: str = "choose another path, or pass overwrite=True to replace it as a whole",
+) -> None:
+    """Raise `CheckpointExists` with ``advice`` if something is where ``step`` would be published as ``name``."""
     if is_occupied(storage, name):
         path, at = f"{storage.root}/{name}", "" if step is None else f"step {step}: "
         raise CheckpointExists(
-            f"{at}{path} exists already and published checkpoints are never modified; "
-            "choose another path, or pass overwrite=True to replace it as a whole",
-            path=path,
+            f"{at}{path} exists already and published checkpoints are never modified; {advice}", path=path
         )
 
 

@@ -151,6 +151,13 @@ class Resumer:
                 outlook.models[-1],
                 outlook.models[-1],
             )
+        elif outlook.exports and self._config.initial_load_path is None:
+            _log.warning(
+                "%s holds only exports (newest: step %d), which a run can't resume from: it starts from scratch; "
+                "initial_load_path takes the model from one",
+                root,
+                outlook.exports[-1],
+            )
         if outlook.unusable:
             message = (
                 f"{root} holds no checkpoint that this run could resume from, and yet what looks like one: "

@@ -497,14 +497,29 @@ def test_a_root_of_which_nothing_can_be_read_is_corrupt_not_absent(tmp_path: Pat
         holdfast.open(tmp_path)
 
 
+def test_a_run_that_finds_only_exports_in_the_places_of_steps_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (3, 4):
+        holdfast.export_hf({"model": torch.nn.Linear(SIZE, 1, bias=False)}, tmp_path / f"step-{step}")
+    with Run(tmp_path) as run, caplog.at_level(logging.WARNING, "holdfast"):
+        assert run.manager.restore() is None
+        assert "holds only exports (newest: step 4), which a run can't resume from" in caplog.text
+    caplog.clear()
+    with Run(tmp_path, initial_load_path=tmp_path / "step-4") as run, caplog.at_level(logging.WARNING, "holdfast"):
+        assert run.manager.restore() is None
+        assert "exports" not in caplog.text
+
+
 # saving what is there -----------------------------------------------------------------------------------------------
 
 
 def test_a_step_that_an_earlier_run_published_is_refused_at_the_call(tmp_path: Path) -> None:
     made(tmp_path, 1, 2)
     with Run(tmp_path) as run:
-        with pytest.raises(CheckpointExists, match="step 2"):
+        with pytest.raises(CheckpointExists, match=r"step 2: .*save another step, or go back before it") as error:
             run.manager.save(2)
+        assert "overwrite" not in str(error.value)  # a manager has no such argument
         run.save(3).result()
         for _ in range(2):
             with pytest.raises(CheckpointExists, match="step 3"):
