@@ -520,7 +520,7 @@ def _open(path: str) -> int:
 
 
 def _is_at(fd: int, path: str) -> bool:
-    return _inode(os.stat(path)) == _inode(os.fstat(fd))
+    return os.path.samestat(os.stat(path), os.fstat(fd))
 
 
 def _inode(found: os.stat_result) -> tuple[int, int]:

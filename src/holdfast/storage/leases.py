@@ -322,8 +322,7 @@ def _is_at(fd: int, path: str) -> bool:
         there = os.stat(path, follow_symlinks=False)
     except OSError:
         return False
-    mine = os.fstat(fd)
-    return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
+    return os.path.samestat(there, os.fstat(fd))
 
 
 def _let_go(fd: int) -> None:

@@ -630,7 +630,7 @@ class LocalStorage(RenamingStorage):
 
     def same_file(self, first: str, second: str) -> bool:
         one, other = self._lstat(first), self._lstat(second)
-        return one is not None and other is not None and (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino)
+        return one is not None and other is not None and os.path.samestat(one, other)
 
     def sync_dir(self, name: str) -> None:
         sync_path(self.path(name))

@@ -279,8 +279,7 @@ def _still_there(fd: int, path: str) -> bool:
         there = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:
         return False
-    mine = os.fstat(fd)
-    return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
+    return os.path.samestat(there, os.fstat(fd))
 
 
 def write_record(fd: int, path: str) -> None:
