@@ -12,6 +12,7 @@ import stat
 from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any, Final
+from urllib.parse import unquote_to_bytes
 
 from holdfast.errors import ConfigError
 
@@ -43,9 +44,9 @@ def absolute(path: str) -> str:
 def located(text: str, *, field: str = "path") -> str:
     """Return the place that a path or URL names: an absolute path, or the URL of a store without a trailing slash.
 
-    ``file:///x`` is ``/x``; ``memory://a/b`` is a directory in shared memory, the same for all processes of a user on
-    a host. Raises `ConfigError` for any other URL than of ``s3://``, ``gs://``, ``az://``, ``msc://`` and
-    ``fsspec+PROTOCOL://``, and for one that `pathlib` has taken a slash from.
+    ``file:///a%20b`` is ``/a b``, as `pathlib.Path.as_uri` writes it; ``memory://a/b`` is a directory in shared memory,
+    the same for all processes of a user on a host. Raises `ConfigError` for any other URL than of ``s3://``, ``gs://``,
+    ``az://``, ``msc://`` and ``fsspec+PROTOCOL://``, and for one that `pathlib` has taken a slash from.
     """
     scheme, is_url, rest = text.partition("://")
     if not is_url:
@@ -63,7 +64,7 @@ def located(text: str, *, field: str = "path") -> str:
     if store:
         return text.rstrip("/")
     if scheme == "file" and not parts[0]:
-        return absolute(rest)
+        return absolute(os.fsdecode(unquote_to_bytes(rest)))
     if scheme == "memory" and rest.strip("/"):
         return os.path.join(_SHARED_MEMORY, f"holdfast-{os.getuid()}", "memory", rest.strip("/"))
     raise ConfigError(f"{field}: {text!r} can't be used: expected a path of a directory, or {_URLS}", field=field)
@@ -93,7 +94,7 @@ def checked_path(path: object, *, field: str) -> str:
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text:
         raise ConfigError(f"{field} must be the path of a directory, not {path!r}", field=field)
-    if "\0" in text:
+    if "\0" in text or (text.startswith("file:") and "%00" in text):
         raise ConfigError(f"{field} must be the path of a directory without NUL, not {text!r}", field=field)
     try:
         target = located(text, field=field)

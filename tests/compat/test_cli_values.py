@@ -419,6 +419,36 @@ def test_prune_needs_a_rule_and_leaves_running_jobs_alone(shell: Shell, root: Pa
     assert len(list(root.glob("step-*"))) == 4
 
 
+@pytest.mark.parametrize("how", ["linked", "copied", "renamed"])
+def test_nothing_goes_for_the_sake_of_a_step_that_is_another(shell: Shell, root: Path, how: str) -> None:
+    """`restore` refuses it: what it falls back to must not go because this one is the newest by its name."""
+    strange = root / "step-700"
+    if how == "linked":
+        strange.symlink_to("step-400")
+    elif how == "copied":
+        shutil.copytree(root / "step-300", strange)
+    else:
+        (root / "step-300").rename(strange)
+    assert shell.run("prune", root, "--last", 1) == 0
+    assert (root / "step-400" / "holdfast.json").exists()
+    assert os.path.lexists(strange), "nobody else's is deleted"
+    assert shell.document("prune", root, "--last", 1)["steps"][-1]["reasons"][0] == "the newest"
+    state: dict[str, Any] = {"train": {"epoch": 0}}
+    with (
+        holdfast.CheckpointManager(root, state, config=holdfast.CheckpointConfig(load_only=True)) as manager,
+        pytest.warns(UserWarning, match=r"falling back to step 400: .* holds step [34]00, expected step 700"),
+    ):
+        assert manager.restore() == 400
+    assert state["train"]["epoch"] == 400
+
+
+def test_a_metric_that_no_step_has_deletes_nothing(shell: Shell, root: Path) -> None:
+    assert shell.run("prune", root, "--last", 1, "--best", "lss:min:1") == 2
+    assert "no step under" in shell.err
+    assert "there are: loss" in shell.err
+    assert len(list(root.glob("step-*"))) == 4
+
+
 # watch -------------------------------------------------------------------------------------------------------------
 
 

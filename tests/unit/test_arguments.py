@@ -85,6 +85,17 @@ def test_a_url_that_has_lost_a_slash_is_no_directory(url, tmp_path, monkeypatch)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", ["my runs", "100%", "a%20b", "#1", "épreuve"])
+def test_a_file_url_names_the_path_that_pathlib_made_it_of(name, tmp_path):
+    place = tmp_path / name
+    holdfast.save({"n": 1}, f"{place.as_uri()}/a", step=1)
+    assert (place / "a" / "holdfast.json").exists()
+    with holdfast.CheckpointManager(place.as_uri(), {"n": 1}) as manager:
+        manager.save(2).result()
+    assert sorted(os.listdir(tmp_path)) == [place.name]
+    assert holdfast.open(place).step == 2
+
+
 def test_a_directory_may_have_a_colon_in_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     holdfast.save({"n": 1}, "run:1/a")

@@ -88,6 +88,11 @@ def _best_of(text: str | None) -> Best | None:
 
 def _tried(storage: Storage, template: str, keep: Keep) -> list[_PrunedStep]:
     entries = Catalog(storage, template, keep).entries()
+    metrics = {metric for entry in entries.values() for metric in entry.metrics}
+    if keep.best is not None and entries and keep.best.metric not in metrics:
+        known = ", ".join(sorted(metrics)) or "none"
+        message = f"--best: no step under {storage.root} has a metric {keep.best.metric!r}; there are: {known}"
+        raise ConfigError(message, field="best")  # or else the best would go
     reasons = reasons_to_keep([*entries.values()], keep)
     return [
         _PrunedStep(
