@@ -536,7 +536,7 @@ class SharedCapture(AwaitedDelivery):
         capture = None if self.lease is None else self.lease.capture
         if capture is None or capture.error is not None or capture.plan is None or capture.number is None:
             return None
-        return capture if capture.staging.changed() is None else None
+        return capture if capture.staging.outdated() is None else None
 
     def keep(self) -> KeepingLease:
         """Keep the buffer of the capture that `wait_unchanged` returned."""

@@ -221,6 +221,14 @@ class Staging:
         """
         return self._marks.written() or self._found
 
+    def outdated(self) -> str | None:
+        """Return the first watched tensor found to have changed since the capture, also after the copy, or None.
+
+        Call it on the training thread.
+        """
+        marks = self._marks
+        return self.changed() or marks.moved() or marks.differing(marks.by_name())
+
     def lost(self) -> str | None:
         """Return the tensor whose change explains why copying failed, or None."""
         return None if self._error is None else self._marks.moved() or self._marks.written()

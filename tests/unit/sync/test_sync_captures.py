@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -112,6 +112,35 @@ def test_what_a_save_copies_at_once_is_copied_for_the_version_too(run: Run) -> N
     assert run.publish(1, weights) == buffers + sum(tensor.nbytes for tensor in extra.values())
     run.into = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
     run.receives(1, weights)
+
+
+def written_in_data(weight: torch.Tensor) -> None:
+    weight.data.add_(1)
+
+
+def given_other_memory(weight: torch.Tensor) -> None:
+    weight.data = weight.data + 1
+
+
+def written_by_numpy(weight: torch.Tensor) -> None:
+    weight.detach().numpy()[:] += 1
+
+
+@pytest.mark.parametrize(
+    "change", [written_in_data, given_other_memory, written_by_numpy], ids=lambda one: one.__name__
+)
+@pytest.mark.parametrize("ended", [False, True], ids=["staged", "published"])
+def test_weights_whose_change_no_counter_tells_are_copied(
+    run: Run, change: Callable[[torch.Tensor], None], ended: bool
+) -> None:
+    run.train()
+    handle = run.manager.save(1)
+    run.manager.wait_staged()
+    if ended:
+        handle.result()
+    change(run.model[2].weight)
+    assert run.publish(1) == run.nbytes
+    run.receives(1, {name: tensor.detach() for name, tensor in run.weights.items()})
 
 
 def test_weights_that_may_have_changed_since_the_save_are_copied(run: Run) -> None:
