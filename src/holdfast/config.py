@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, get_args
@@ -324,6 +325,12 @@ class HFExport:
         for name in ("fp32_keys", *(() if self.modules is None else ("modules",))):
             found = _strings(_EXPORT, name, getattr(self, name), "a sequence of strings", in_order=True)
             object.__setattr__(self, name, found)
+        for pattern in self.fp32_keys:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                expected = f"regular expressions, such as 'norm' for every name that has it ({error})"
+                raise unfit(_EXPORT, "fp32_keys", pattern, expected) from error
 
 
 def _directory(owner: str, name: str, value: object, expected: str) -> str:

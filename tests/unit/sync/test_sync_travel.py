@@ -203,6 +203,11 @@ def test_errors_of_key_maps_name_their_field(transport: Callable[[], Any], publi
         ({"dtype": torch.int8}, "dtype", "Publisher: dtype"),
         ({"dtype": "bf16"}, "dtype", "Publisher: dtype"),
         ({"fp32_keys": "("}, "fp32_keys", "fp32_keys"),
+        (
+            {"fp32_keys": ["norm", "*norm*"]},
+            "fp32_keys",
+            r"Publisher: fp32_keys: expected regular expressions.*\*norm\*",
+        ),
     ):
         with pytest.raises(ConfigError, match=why) as caught:
             publisher(**options)
@@ -213,6 +218,18 @@ def test_errors_of_key_maps_name_their_field(transport: Callable[[], Any], publi
         publisher(key_map=lambda given: {"one": given["one"]}).publish(state(), 1)
     with pytest.raises(ConfigError, match="turns the order"):
         publisher(key_map=lambda given: {"w": given["w"].flip(0)}).publish({"w": torch.ones(3, 2)}, 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*beta state:UserWarning", "ignore:.*prototype stage:UserWarning")
+@pytest.mark.parametrize("kind", ["to_sparse", "to_sparse_csr", "nested"])
+def test_what_is_no_plain_tensor_any_more_is_refused_by_its_name(kind: str, publisher: Any) -> None:
+    plain = torch.eye(2)
+    strange = torch.nested.nested_tensor([plain[0], plain[1, :1]]) if kind == "nested" else getattr(plain, kind)()
+    sending = publisher()
+    sending.publish({"a": plain}, 1)
+    with pytest.raises(ConfigError, match=r"^a: .* can't be stored"):
+        sending.publish({"a": strange}, 2)
+    sending.publish({"a": plain}, 3)
 
 
 def test_a_map_that_scatters_elements_says_so(publisher: Any) -> None:

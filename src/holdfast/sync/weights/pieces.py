@@ -228,7 +228,12 @@ def memory_key(tensor: Sendable) -> object:
 
 def look_of(tensor: Sendable) -> tuple[Any, ...]:
     """Return all that its place among the weights depends on, but for its name."""
-    return tensor.look if isinstance(tensor, TensorParts) else describe(tensor)
+    if isinstance(tensor, TensorParts):
+        return tensor.look
+    try:
+        return describe(tensor) if tensor.layout is torch.strided else (object(),)
+    except RuntimeError:  # a nested tensor has no shape
+        return (object(),)  # like no other, so that it is looked at, and refused by its name
 
 
 def entries_of(weights: Weights, above: tuple[str, ...] = (), *, lazy: bool = False) -> tuple[TensorEntry, ...]:
