@@ -159,8 +159,8 @@ def oldest_first(
         step = manifest.step if known is None and manifest is not None else known
         if step is None:
             return None
-        if manifest is not None and (error := misplaced(storage, name, manifest, step)) is not None:
-            return Found(step, name, error=error, origin=origin_of(manifest))
+        if manifest is not None and (fault := misplaced(storage, name, manifest, step)) is not None:
+            return Found(step, name, error=fault, origin=origin_of(manifest))
         if manifest is not None:
             lineage, origin = decode_lineage(manifest.extra), origin_of(manifest)
             course, parent = decode_course(manifest.extra, origin), str(manifest.extra.get(PARENT, ""))
@@ -554,8 +554,8 @@ class Catalog:
                 manifest = read_manifest(storage, name)
                 if manifest is None or manifest.kind != self._kind:
                     return None
-                if (error := misplaced(storage, name, manifest, step)) is not None:
-                    return error  # nobody resumes from it, so nothing may go for its sake
+                if (fault := misplaced(storage, name, manifest, step)) is not None:
+                    return fault  # nobody resumes from it, so nothing may go for its sake
                 return manifest.attempt, entry_of(step, manifest, alike=self._alike)
             except (HoldfastError, ValueError) as error:
                 return error
