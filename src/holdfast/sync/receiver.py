@@ -364,8 +364,10 @@ class Receiver:
                 self._committing = None
                 if self._stats is held.stats:
                     self._stats = stats
-            held.fetched.tell_committed(stats.phases.get("transfer", 0.0) + (stats.commit_s or 0.0))
-            held.fetched.release()
+            try:
+                held.fetched.tell_committed(stats.phases.get("transfer", 0.0) + (stats.commit_s or 0.0))
+            finally:
+                held.fetched.release()
         finally:
             self._let_writing_go()
         events.emit("sync.committed", step=stats.version, fetch_s=stats.fetch_s, commit_s=stats.commit_s)

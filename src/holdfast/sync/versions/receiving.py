@@ -7,7 +7,8 @@ Guarantees: nothing of the destination is written before the version is complete
 that is wanted was verified, where it lies or in the mirror, from the publisher's record on. What was written from a
 mapped block is of that version if the epochs are as before after the last byte; otherwise `VersionRevoked`, and the
 destination stays dirty. A receiver that stops, or never comes back, costs the publisher at most one block. What was
-fetched stays readable when the publisher dies; what is in a mirror can't be revoked.
+fetched stays readable when the publisher dies; what is in a mirror can't be revoked. An exception that lands anywhere
+while connections are used, such as Ctrl-C, costs these: they are made anew, within the deadline of the call.
 Assumes: for blocks that are mapped, that the publisher and this process share a host and a user.
 Does not: copy what is mapped, transfer bytes (``mirror``, ``peers``), or decide when to commit.
 """
@@ -73,6 +74,8 @@ _ASK_S: Final = 0.1
 """How often calls that find nothing ask the publisher, which tells all news by itself."""
 _NEWS_S: Final = 0.005
 """A call that has less time than this always asks: it can't wait for news that are on their way."""
+_TAKE_S: Final = 1.0
+"""Others only send, which takes a moment: who has connections for longer was cut off, by Ctrl-C for example."""
 _RECORDS_MAX_LAYOUTS: Final = 8
 
 
@@ -129,6 +132,8 @@ class RankConnections:
         self._asked = 0
         self._news = messages.News(())
         self._sending = threading.Lock()
+        self._cut_off = False
+        """Set while messages are sent and taken in: it stays set where an exception ends that, such as Ctrl-C."""
         self._to_say: deque[tuple[int, messages.GiveBack | messages.HasCommitted]] = deque()
         """By rank: sent by whoever may send next."""
         self.selections: dict[tuple[bytes, ...], _SelectedParts] = {}
@@ -181,7 +186,7 @@ class RankConnections:
     def records(self, deadline: Deadline, check: Callable[[], None]) -> tuple[messages.VersionRecord, ...]:
         """Ask rank 0 for the versions that there are now. check: called while waiting; may raise."""
         self._asked += 1
-        self._links[0].send(messages.AskNews(once=True, number=self._asked))
+        self._send(0, messages.AskNews(once=True, number=self._asked))
         while self._news.number != self._asked:  # one that was cut off is answered, too
             check()
             self._hear({}, None, deadline)
@@ -195,8 +200,8 @@ class RankConnections:
         Raises the reason of a rank that refuses, `PeerLost`, `DeadlineExceeded`.
         """
         self._asked += 1
-        for link, digest in zip(self._links, record.digests, strict=True):
-            link.send(messages.TakeLease(self._asked, record.version, digest))
+        for rank, digest in zip(range(len(self._links)), record.digests, strict=True):
+            self._send(rank, messages.TakeLease(self._asked, record.version, digest))
         granted: dict[int, messages.Granted] = {}
         try:
             while len(granted) < len(self._links):
@@ -226,24 +231,36 @@ class RankConnections:
         if self._sending.acquire(blocking=False):  # else who sends now does this afterwards
             self.let_go()
 
-    @contextlib.contextmanager
-    def sending(self) -> Iterator[None]:
-        """Be the one thread that uses the connections."""
-        self._sending.acquire()
-        try:
-            yield
-        finally:
-            self.let_go()
+    def take(self, within_s: float) -> bool:
+        """Become the one thread that uses the connections, until `let_go`; return False if they are of no use any more.
+
+        That is so where an exception has cut off who used them: it may have sent half a message, or left them taken.
+        """
+        if not self._sending.acquire(timeout=within_s):
+            return False
+        if self._cut_off:
+            self._sending.release()
+            return False
+        return True
 
     def let_go(self) -> None:
-        """Send what is to be said, and let others send; the caller holds the lock."""
+        """Send what is to be said, and let others send; the caller has taken the connections."""
         while True:
-            while self._to_say:
-                rank, message = self._to_say.popleft()
-                self._links[rank].send(message)
-            self._sending.release()
-            if not self._to_say or not self._sending.acquire(blocking=False):
+            try:
+                while self._to_say and not self._cut_off:
+                    self._cut_off = True
+                    rank, message = self._to_say.popleft()
+                    self._links[rank].send(message)
+                    self._cut_off = False
+            finally:
+                self._sending.release()
+            if self._cut_off or not self._to_say or not self._sending.acquire(blocking=False):
                 return
+
+    def _send(self, rank: int, message: messages.AskNews | messages.TakeLease) -> None:
+        self._cut_off = True
+        self._links[rank].send(message)
+        self._cut_off = False
 
     def version_of(self, block: ReadableBlock, granted: messages.Granted, digest: bytes, what: str) -> RankVersion:
         """Return a rank's part of a version; see `RankVersion`."""
@@ -256,6 +273,7 @@ class RankConnections:
         """Take in what ranks answer, for a moment."""
         if deadline.passed():
             raise self._silent(granted, version, deadline)
+        self._cut_off, refused = True, None
         for found in self._loop.hear(min(_SLICE_S, deadline.left_s())):
             assert not isinstance(found, socket.socket)
             link, said = found
@@ -275,7 +293,10 @@ class RankConnections:
                 else:
                     link.send(messages.GiveBack(said.block, said.epoch))
             elif isinstance(said, messages.LeaseRefused) and said.number == self._asked:
-                raise said.reason.cause()
+                refused = said.reason.cause()
+        self._cut_off = False
+        if refused is not None:
+            raise refused
 
     def _silent(
         self, granted: Mapping[int, messages.Granted], version: int | None, deadline: Deadline
@@ -438,8 +459,7 @@ class BlockReceiving:
         """Ask the publisher what it has; None if it is gone."""
         self._asked_s = time.monotonic()
         try:
-            ranks = self._connected(places, deadline)
-            with ranks.sending():
+            with self._using(places, deadline) as ranks:
                 return Known(places, ranks.records(self._patience(deadline), lambda: self._check_there(places)))
         except PeerLost:
             self._disconnect()
@@ -492,9 +512,8 @@ class BlockReceiving:
         record: messages.VersionRecord,
         deadline: Deadline,
     ) -> FetchedBlocks:
-        ranks = self._connected(places, deadline)
         try:
-            with ranks.sending():
+            with self._using(places, deadline) as ranks:
                 leased = ranks.lease(record, self._patience(deadline), self._check)
         except PeerLost:
             self._disconnect()
@@ -508,6 +527,18 @@ class BlockReceiving:
             raise
         events.count("sync_bytes_received", fetched.nbytes)
         return fetched
+
+    @contextlib.contextmanager
+    def _using(self, places: messages.PublisherPlaces, deadline: Deadline) -> Iterator[RankConnections]:
+        """Be the one thread that uses the connections to a publisher, made anew if an exception has cut one off."""
+        ranks = self._connected(places, deadline)
+        while not ranks.take(min(_TAKE_S, deadline.left_s() / 2)):
+            self._disconnect()
+            ranks = self._connected(places, deadline)
+        try:
+            yield ranks
+        finally:
+            ranks.let_go()
 
     def _connected(self, places: messages.PublisherPlaces, deadline: Deadline) -> RankConnections:
         if self._ranks is None or self._ranks.places != places:

@@ -1,0 +1,121 @@
+"""An exception out of a signal's handler, such as Ctrl-C, may land between any two instructions: what follows works."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.engine.wire import Outbox
+from holdfast.sync import ProcessGroupTransport, Publisher, Receiver, SharedMemoryTransport
+from holdfast.sync.session.links import Link
+from holdfast.sync.versions import receiving
+from holdfast.sync.versions.receiving import RankConnections
+
+KINDS = pytest.mark.parametrize("kind", [SharedMemoryTransport, ProcessGroupTransport])
+TIMEOUT_S = 8.0
+USES = {
+    function.__code__
+    for function in (
+        *(getattr(RankConnections, name) for name in ("take", "let_go", "_say", "_send", "_hear", "tell_committed")),
+        Link.send,
+        Outbox.put,
+        Outbox.flush,
+    )
+}
+
+
+class Interrupted(BaseException):
+    """What a handler raises."""
+
+
+def interrupted(call: Callable[[], object], at: int, *, opcodes: bool) -> bool:
+    """Call it, and raise `Interrupted` at that one of the places where it uses connections; False if it passes fewer.
+
+    opcodes: between two instructions, else between two lines.
+    """
+    passed = 0
+
+    def step(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal passed
+        if frame.f_code not in USES:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = opcodes, not opcodes
+        if event in ("line", "opcode"):
+            passed += 1
+            if passed == at + 1:
+                raise Interrupted
+        return step
+
+    before = sys.gettrace()
+    sys.settrace(step)
+    try:
+        call()
+    except Interrupted:
+        pass
+    finally:
+        sys.settrace(before)
+    return passed > at
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    return {"weight": torch.full((1000,), float(version))}
+
+
+@KINDS
+@pytest.mark.parametrize("step", ["fetch", "commit"])
+def test_an_interrupt_anywhere_while_connections_are_used_leaves_a_receiver_that_receives(
+    tmp_path: Path, kind: Any, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiving, "_TAKE_S", 0.05)
+    into = weights(0)
+    with Publisher(kind(tmp_path), keep_versions=2) as publisher, Receiver(kind(tmp_path), into) as receiver:
+        publisher.publish(weights(1), 1)
+        receiver.receive(timeout=TIMEOUT_S)
+        calls: dict[str, Callable[[], int]] = {"fetch": lambda: receiver.fetch(timeout=5), "commit": receiver.commit}
+        version, at, was_interrupted = 1, 0, True
+        while was_interrupted:
+            version += 1
+            publisher.publish(weights(version), version)
+            if step == "commit":
+                receiver.fetch(timeout=TIMEOUT_S)
+            was_interrupted = interrupted(calls[step], at, opcodes=step == "commit")
+            assert receiver.version in (version - 1, version)
+            assert not receiver.dirty
+            assert torch.equal(into["weight"], weights(receiver.version)["weight"])
+            version += 1
+            publisher.publish(weights(version), version)
+            assert receiver.receive(timeout=TIMEOUT_S) == version
+            assert torch.equal(into["weight"], weights(version)["weight"])
+            at += 1
+        assert at > 20
+
+
+@KINDS
+def test_connections_that_an_interrupted_commit_has_left_taken_are_made_anew_within_the_deadline(
+    tmp_path: Path, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    into = weights(0)
+    with Publisher(kind(tmp_path)) as publisher, Receiver(kind(tmp_path), into) as receiver:
+        publisher.publish(weights(1), 1)
+        receiver.fetch(timeout=TIMEOUT_S)
+
+        def let_go(_: RankConnections) -> None:
+            raise Interrupted
+
+        with monkeypatch.context() as patched:
+            patched.setattr(RankConnections, "let_go", let_go)
+            with pytest.raises(Interrupted):
+                receiver.commit()
+        assert (receiver.version, receiver.dirty) == (1, False)
+        publisher.publish(weights(2), 2)
+        began_s = time.monotonic()
+        assert receiver.receive(timeout=3) == 2
+        assert time.monotonic() - began_s < 3
+        assert torch.equal(into["weight"], weights(2)["weight"])
