@@ -106,6 +106,34 @@ def test_a_manager_with_exports_and_a_publisher_runs_one_engine(make, state, tmp
     assert threading.active_count() == threads
 
 
+@pytest.mark.parametrize("when", ["before", "after", "late"])
+def test_ctrl_c_while_an_engine_starts_stays_ctrl_c_leaves_nothing_and_the_next_call_works(tmp_path, monkeypatch, when):
+    """late: the thread begins once the exception is on its way."""
+    start, late = threading.Thread.start, []
+
+    def interrupted(thread):
+        if not thread.name.startswith("holdfast-engine"):
+            return start(thread)
+        if when == "late":
+            late.append(threading.Timer(0.3, start, (thread,)))
+            late[0].start()
+        elif when == "after":
+            start(thread)
+        raise KeyboardInterrupt
+
+    weights = {"w": torch.ones(10)}
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            holdfast.sync.Publisher(holdfast.sync.DirectoryTransport(tmp_path))
+    assert engines_of(os.getpid()) == []
+    for timer in late:
+        timer.join(WAIT_S)
+    with holdfast.sync.Publisher(holdfast.sync.DirectoryTransport(tmp_path)) as publisher:
+        publisher.publish(weights, 1)
+        assert holdfast.sync.Receiver(holdfast.sync.DirectoryTransport(tmp_path), {"w": torch.zeros(10)}).receive() == 1
+
+
 def test_an_export_that_hangs_once_the_checkpoint_of_its_step_stands_leaves_the_next_alone(make, monkeypatch, tmp_path):
     start = "from holdfast.engine.process import main\n"
     monkeypatch.setattr(supervisor, "_BOOT", supervisor._BOOT.replace(start, HANGING + start))

@@ -109,6 +109,9 @@ class EngineHost:
         except RuntimeError as error:
             self.current = None
             raise EngineDied(f"rank {rank} can't start its engine: {error}", rank=rank) from error
+        except BaseException:
+            link.end("was interrupted as it started")  # it knows nothing of what is standing
+            raise
         for session in list(self._sessions.values()):
             for message, fds in session.standing():
                 self.send(link, message, fds)

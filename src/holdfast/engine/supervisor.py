@@ -230,6 +230,8 @@ class EngineConnection:
         self._last_heard = time.monotonic()
         self._ending: str | None = None
         self._left = False
+        self._lives = threading.Lock()
+        """Taken by who is to reap the process, for good."""
         self._thread = threading.Thread(target=self._live, name=f"holdfast-engine-{process.pid}", daemon=True)
         self.pid = process.pid
         self.ready = False
@@ -246,11 +248,15 @@ class EngineConnection:
         return time.monotonic() - self._last_heard
 
     def listen(self) -> None:
-        """Start the thread. Raises `RuntimeError` if no thread can be started; the process is then gone."""
+        """Start the thread. Raises `RuntimeError` if no thread can be started; the process is then gone.
+
+        So it is after a `KeyboardInterrupt`, unless the thread has begun, which then ends with the process as ever.
+        """
         try:
             self._thread.start()
-        except RuntimeError:
-            self._process.reap(lambda: "could not be listened to", linger_s=0)
+        except BaseException:
+            if self._lives.acquire(blocking=False):  # a thread that begins later finds that it is not to
+                self.death = self._process.reap(lambda: "could not be listened to", linger_s=0)
             raise
 
     def expect(self) -> None:
@@ -287,7 +293,8 @@ class EngineConnection:
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the end of the thread; return True if it has ended."""
-        self._thread.join(max(0.0, timeout_s))
+        with contextlib.suppress(RuntimeError):  # it was never started
+            self._thread.join(max(0.0, timeout_s))
         return not self._thread.is_alive()
 
     def abandon(self) -> None:
@@ -295,6 +302,8 @@ class EngineConnection:
         self._process.abandon()
 
     def _live(self) -> None:
+        if not self._lives.acquire(blocking=False):
+            return
         try:
             reason = self._listen_until_end()
         except Exception as error:  # noqa: BLE001 - a bug here must not leave waiters hanging
