@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -23,6 +24,7 @@ from holdfast.errors import (
 )
 from holdfast.storage.leases import being_read
 from holdfast.sync import DirectoryTransport, Publisher, Receiver
+from holdfast.validation import located
 
 SOON_S = 0.05
 """For what is not going to happen."""
@@ -245,15 +247,32 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
             transport(tmp_path, prefix=prefix)
     with pytest.raises(ConfigError, match="root"):
         DirectoryTransport("")
-    with pytest.raises(ConfigError, match="store_options are for a URL"):
+    with pytest.raises(ConfigError, match="store_options are for the URL of an object store"):
         transport(tmp_path, store_options={})
-    with pytest.raises(ConfigError, match="'s3://' is not the URL of an object store"):
-        DirectoryTransport("s3://")
+    for url in ("s3://", "file://localhost/a", "memory://", "s3://a/../b", "ftp://a/b"):
+        with pytest.raises(ConfigError, match=r"root: .* can't be used: expected .*s3://.*memory://name"):
+            DirectoryTransport(url)
     with pytest.raises(ConfigError, match="let each fetch"):
         Publisher(transport(tmp_path), atomic_fleet=True)
     with pytest.raises(ConfigError, match="key_map"):
         Publisher(transport(tmp_path, key_map={}))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_url_of_a_directory_is_that_directory(tmp_path: Path) -> None:
+    memory = f"memory://test-{os.getpid()}"
+    shared = Path(located(memory))
+    try:
+        for url, place in ((tmp_path / "a b").as_uri(), tmp_path / "a b"), (memory, shared):
+            with Publisher(DirectoryTransport(url)) as publisher:
+                publisher.publish({"w": torch.ones(3)}, 1)
+            assert holdfast.open(f"{url}/version-1").path == str(place / "version-1")
+            for way in (url, place):
+                into = {"w": torch.zeros(3)}
+                assert Receiver(DirectoryTransport(way)).receive(into, timeout=20) == 1
+                assert torch.equal(into["w"], torch.ones(3))
+    finally:
+        shutil.rmtree(shared, ignore_errors=True)
 
 
 def test_a_model_of_another_structure_stays_as_it_was(published: Path) -> None:

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 from holdfast.catalog.root import checked_template
 from holdfast.errors import ConfigError
 from holdfast.storage.local import open_storage
-from holdfast.storage.object_store import ObjectStore, is_url
+from holdfast.storage.object_store import ObjectStore
 from holdfast.sync.transports.object_store import ObjectPublishing, ObjectReceiving
 from holdfast.sync.transports.stored import DirectoryPublishing
 from holdfast.sync.transports.stored_receiving import DirectoryReceiving
-from holdfast.validation import checked_directory
+from holdfast.validation import checked_path, is_store
 
 if TYPE_CHECKING:
     import os
@@ -35,8 +35,9 @@ class DirectoryTransport:
     """Weight versions as directories below ``root``, for a `Publisher`, a `Receiver`, or both.
 
     root: a directory that all publisher ranks and receivers see; made by the publisher if it doesn't exist; a receiver
-    waits for it. Or the URL of a place on an object store (``s3://bucket/prefix``, ``gs://bucket/prefix``,
-    ``az://container/prefix``), whose bucket exists. store_options: access options for a URL (``endpoint``, ``region``,
+    waits for it. Or its URL (``file:///directory``; ``memory://name``, in the host's shared memory), or that of a place
+    on an object store (``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``), whose bucket exists.
+    store_options: access options for a URL (``endpoint``, ``region``,
     credentials, ``proxy_url``, …), with the names that ``obstore`` uses; the rest comes from the environment.
 
     name_template: directory of one version, with exactly one field, ``{step}``, for the version. prefix: the top-level
@@ -57,12 +58,15 @@ class DirectoryTransport:
         process_group: Any | None = None,
         store_options: Mapping[str, str] | None = None,
     ) -> None:
-        self._is_url = is_url(root)
+        place = checked_path(root, field="root")
+        self._is_url = is_store(place)
         self._store_options = _checked_options(store_options)
         if store_options is not None and not self._is_url:
-            raise ConfigError(f"store_options are for a URL, but root is {root!r}", field="store_options")
+            raise ConfigError(
+                f"store_options are for the URL of an object store, but root is {root!r}", field="store_options"
+            )
         # Made by each half again, so that a transport can be passed to another process.
-        self.root: str = self._store(str(root)).url if self._is_url else checked_directory(root, field="root")
+        self.root: str = self._store(place).url if self._is_url else place
         checked_template("DirectoryTransport", name_template, example="version-{step}")
         given: object = prefix
         if given is not None and (not isinstance(given, str) or not given):
