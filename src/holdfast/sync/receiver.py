@@ -77,7 +77,8 @@ class Receiver:
     """Receives published weights in this process, one complete version at a time.
 
     Make one per receiving process; a context manager. `fetch` and `receive` are for one thread at a time; any thread
-    may use all else. A forked child may ask it what it has and `poll`, and makes its own to receive.
+    may use all else. In a forked child each call is a `ConfigError`, but for `cancel` and `close`, which do nothing;
+    what it has can be read. The child makes its own to receive.
 
     Args:
         transport: how versions are transferred; the same kind as the publisher's, with the same rendezvous or
@@ -178,6 +179,7 @@ class Receiver:
 
         Raises what that thread met, once.
         """
+        self._check_own()
         self._check_open()
         with self._state:
             waiting = self._waiting
@@ -319,8 +321,11 @@ class Receiver:
     def cancel(self) -> None:
         """Make a `fetch` or `receive` on another thread end with `FetchCancelled`; does nothing if there is none.
 
-        Doesn't wait for that. One that has just brought all of its version may still succeed.
+        Doesn't wait for that. One that has just brought all of its version may still succeed. Does nothing in a forked
+        child.
         """
+        if os.getpid() != self._owner:
+            return
         with self._state:
             if self._thread is None:
                 return
