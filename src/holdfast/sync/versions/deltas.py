@@ -187,11 +187,16 @@ class BlockDeltas:
         return memoryview(found)[start:end] if 0 <= start < end <= len(found) else memoryview(b"")
 
     def close(self, timeout_s: float) -> None:
-        """End the thread; idempotent."""
+        """End the thread, and let go of all deltas and blocks; idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            self._mapped.clear()
+        with self._changed:
+            for deltas in (self._kept, self._folded, self._shared):
+                deltas.clear()
 
     def _is_coming(self, wanted: VersionKey) -> bool:
         if self._closed:

@@ -97,11 +97,13 @@ class BlockFilling:
                 torch.accelerator.current_stream(device).synchronize()
 
     def run(self, threads: int) -> None:
-        """Copy all else, and hash all of it."""
-        for group in self._groups:
+        """Copy all else, and hash all of it; once: no reference to the block or the pieces is left then."""
+        groups, self._groups = self._groups, []
+        for group in groups:
             self._plan(group)
         self._end_job()
-        take_turns(self._jobs, threads)
+        jobs, self._jobs = self._jobs, []  # they refer to this one, which would wait for Python's cyclic collector
+        take_turns(jobs, threads)
 
     def _plan(self, group: list[_Target]) -> None:
         source, dtype = group[0].local.source, group[0].local.dtype
