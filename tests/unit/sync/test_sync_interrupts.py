@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from holdfast.engine.wire import Outbox
 from holdfast.sync import ProcessGroupTransport, Publisher, Receiver, SharedMemoryTransport
 from holdfast.sync.session.links import Link
-from holdfast.sync.versions import receiving
+from holdfast.sync.versions import deltas, receiving, watch
 from holdfast.sync.versions.receiving import RankConnections
 
 KINDS = pytest.mark.parametrize("kind", [SharedMemoryTransport, ProcessGroupTransport])
@@ -31,20 +32,38 @@ USES = {
 }
 
 
+IsPlace = Callable[[FrameType], bool]
+
+
+def is_use(frame: FrameType) -> bool:
+    """Return True where connections are used."""
+    return frame.f_code in USES
+
+
+def takes_a_condition(frame: FrameType) -> bool:
+    """Return True where deltas or a watcher take the lock of a condition."""
+    caller = frame.f_back
+    return (
+        frame.f_code is threading.Condition.__enter__.__code__
+        and caller is not None
+        and caller.f_code.co_filename in (deltas.__file__, watch.__file__)
+    )
+
+
 class Interrupted(BaseException):
     """What a handler raises."""
 
 
-def interrupted(call: Callable[[], object], at: int, *, opcodes: bool) -> bool:
-    """Call it, and raise `Interrupted` at that one of the places where it uses connections; False if it passes fewer.
+def interrupted(call: Callable[[], object], at: int, *, opcodes: bool, is_place: IsPlace = is_use) -> bool:
+    """Call it, and raise `Interrupted` at that one of the places; False if it passes fewer.
 
-    opcodes: between two instructions, else between two lines.
+    opcodes: between two instructions, else between two lines. is_place: where; by default, where connections are used.
     """
     passed = 0
 
     def step(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal passed
-        if frame.f_code not in USES:
+        if not is_place(frame):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = opcodes, not opcodes
         if event in ("line", "opcode"):
@@ -119,3 +138,24 @@ def test_connections_that_an_interrupted_commit_has_left_taken_are_made_anew_wit
         assert receiver.receive(timeout=3) == 2
         assert time.monotonic() - began_s < 3
         assert torch.equal(into["weight"], weights(2)["weight"])
+
+
+@KINDS
+def test_an_interrupt_as_a_lock_is_taken_leaves_it_free_for_the_threads_that_need_it(tmp_path: Path, kind: Any) -> None:
+    into = weights(0)
+    publisher, receiver = Publisher(kind(tmp_path), delta="sparse"), Receiver(kind(tmp_path), into)
+
+    def publish_and_receive() -> None:
+        publisher.publish(weights(version), version)
+        receiver.receive(timeout=TIMEOUT_S)
+
+    version, at, was_interrupted = 1, 0, True
+    while was_interrupted:
+        was_interrupted = interrupted(publish_and_receive, at, opcodes=True, is_place=takes_a_condition)
+        version, at = version + 1, at + 1
+    publish_and_receive()
+    assert torch.equal(into["weight"], weights(version)["weight"])
+    began_s = time.monotonic()
+    receiver.close()
+    publisher.close()
+    assert time.monotonic() - began_s < 4

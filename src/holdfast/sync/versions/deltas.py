@@ -114,7 +114,9 @@ class BlockDeltas:
         self._served = served
         self._kind = kind
         self._delta_bytes = delta_bytes
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        """Taken by itself: an interrupt in a condition's `__enter__`, which is no C code, would leave it taken."""
+        self._changed = threading.Condition(self._lock)
         self._kept: dict[VersionKey, _StepDelta] = {}
         """By the version that it leads to, oldest first."""
         self._folding = threading.Lock()
@@ -137,7 +139,7 @@ class BlockDeltas:
             lease = self._served.books.lease(self, version, digest)
         except HoldfastError:  # pinned or not, it isn't here any more
             return
-        with self._changed:
+        with self._lock:
             before, self._next = self._next, (VersionKey(version, digest), lease, layout)
             self._changed.notify_all()
         if before is not None:  # it was overtaken: the next delta leads from the last one that was encoded
@@ -147,7 +149,7 @@ class BlockDeltas:
         """Return the encoded records that lead from ``base`` to ``wanted``; empty if there are none."""
         patience_s = min(_PATIENCE_MAX_S, _PATIENCE_S + data_bytes / _PATIENCE_BYTES_PER_S)
         ends_s = time.monotonic() + patience_s
-        with self._changed:
+        with self._lock:
             while self._is_coming(wanted) and not stopping() and (left_s := ends_s - time.monotonic()) > 0:
                 self._changed.wait(min(_SLICE_S, left_s))
             chain: list[_StepDelta] = []
@@ -174,7 +176,7 @@ class BlockDeltas:
                 sums = b"".join(sum_of(memory, extent) for extent in range(-(-len(encoded) // EXTENT_BYTES)))
                 offer = messages.DeltaOffer(len(encoded), sums)
                 made = _SharedDelta(encoded, delta_key(base, wanted, offer), offer)
-                with self._changed:
+                with self._lock:
                     if wanted in self._kept:
                         self._shared[base, wanted] = made
                     self._drop_oldest(self._shared, self._limit(data_bytes))
@@ -182,19 +184,19 @@ class BlockDeltas:
 
     def read(self, digest: bytes, start: int, end: int) -> memoryview:
         """Return bytes of a delta that was offered; none if it isn't kept any more, or hasn't so many."""
-        with self._changed:
+        with self._lock:
             found = next((one.encoded for one in self._shared.values() if one.key.digest == digest), b"")
         return memoryview(found)[start:end] if 0 <= start < end <= len(found) else memoryview(b"")
 
     def close(self, timeout_s: float) -> None:
         """End the thread, and let go of all deltas and blocks; idempotent."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
         self._thread.join(timeout_s)
         if not self._thread.is_alive():
             self._mapped.clear()
-        with self._changed:
+        with self._lock:
             for deltas in (self._kept, self._folded, self._shared):
                 deltas.clear()
 
@@ -206,12 +208,12 @@ class BlockDeltas:
     def _fold(self, base: VersionKey, wanted: VersionKey, chain: Sequence[_StepDelta]) -> bytes:
         """Return one record a run for several steps; made once for all who ask."""
         with self._folding:
-            with self._changed:
+            with self._lock:
                 known = self._folded.get((base, wanted))
             if known is None:
                 steps = [decode_records(step.encoded) for step in chain]
                 known = msgspec.msgpack.encode([sparse.fold(run, threads=1) for run in zip(*steps, strict=True)])
-                with self._changed:
+                with self._lock:
                     self._folded[base, wanted] = known
                     for key in list(self._folded)[:-_FOLDED_MAX]:
                         del self._folded[key]
@@ -221,7 +223,7 @@ class BlockDeltas:
 
     def _live(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 while self._next is None and not self._closed:
                     self._changed.wait()
                 if self._closed:
@@ -281,7 +283,7 @@ class BlockDeltas:
 
     def _keep(self, key: VersionKey, kept: _StepDelta | None, data_bytes: int) -> None:
         limit = self._limit(data_bytes)
-        with self._changed:
+        with self._lock:
             self._encoding = None
             if kept is not None and kept.nbytes <= limit:
                 self._kept[key] = kept

@@ -61,7 +61,9 @@ class PublisherWatch:
         self._trouble = ""
         """Why no publisher is found, if it isn't just absent."""
         self._loop: EventLoop | None = None
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        """Taken by itself: an interrupt in a condition's `__enter__`, which is no C code, would leave it taken."""
+        self._changed = threading.Condition(self._lock)
         self._known: Known | None = None
         self._error: HoldfastError | None = None
         self._closing = False
@@ -73,7 +75,7 @@ class PublisherWatch:
         """Start the thread, if it isn't running; in a forked child, one of its own."""
         if os.getpid() != self._owner:
             self._start_anew()
-        with self._changed:
+        with self._lock:
             if self._thread is None and not self._closing:
                 self._loop = EventLoop()
                 thread = threading.Thread(target=self._live, name="holdfast-sync-watch", daemon=True)
@@ -89,13 +91,14 @@ class PublisherWatch:
         self._owner = os.getpid()
         self._closed = CloseSignal()
         self._rendezvous = RendezvousClient(self._where, self._closed)
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._known, self._error, self._thread, self._loop = None, None, None, None
 
     @property
     def known(self) -> Known | None:
         """What the publisher has, as far as it has told; None while there is none. Raises what went wrong, once."""
-        with self._changed:
+        with self._lock:
             error, self._error = self._error, None
             if error is not None:
                 raise error
@@ -117,20 +120,20 @@ class PublisherWatch:
         def has_changed() -> bool:
             return self._known is not before or self._error is not None or self._closing or self._woken
 
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(has_changed, timeout_s)
             self._woken = False
         return self.known
 
     def wake(self) -> None:
         """End a wait."""
-        with self._changed:
+        with self._lock:
             self._woken = True
             self._changed.notify_all()
 
     def close(self) -> None:
         """End the thread; idempotent, doesn't wait for a rendezvous that doesn't answer."""
-        with self._changed:
+        with self._lock:
             self._closing = True
             self._closed.say()
             self._changed.notify_all()
@@ -212,7 +215,7 @@ class PublisherWatch:
             yield found
 
     def _say(self, known: Known | None, error: HoldfastError | None) -> None:
-        with self._changed:
+        with self._lock:
             self._known, self._error = known, error or self._error
             self._changed.notify_all()
 
