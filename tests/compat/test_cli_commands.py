@@ -446,6 +446,14 @@ def test_a_name_cannot_steer_the_terminal(tmp_path: Path) -> None:
     assert shown("a\ud800b") == r"a\ud800b"
 
 
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "cat"])
+def test_a_message_is_one_line_whatever_the_path(command: str, tmp_path: Path) -> None:
+    ended = run(command, tmp_path / "x\n\r\x1b[31m", *(["w"] if command == "cat" else []))
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.count("\n") == 1
+    assert r"x\n\r\x1b[31m" in ended.stderr
+
+
 def test_words_for_sizes_and_ages() -> None:
     assert [size_text(n) for n in (None, 0, 1023, 1024, 5 << 30)] == ["-", "0 B", "1023 B", "1.0 KiB", "5.0 GiB"]
     assert age_text(None) == age_text("yesterday") == "-"
