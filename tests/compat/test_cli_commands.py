@@ -223,6 +223,35 @@ def test_show_reads_what_stock_dcp_wrote(tmp_path: Path) -> None:
     assert (verified["ok"], verified["checkpoints"][0]["checksummed"]) == (False, False)
 
 
+def test_show_lists_the_tensors_of_an_export(made: Path, tmp_path: Path) -> None:
+    """By the headers of its files, as of any directory of Hugging Face's form."""
+    assert run("export", made / "step-1", tmp_path / "hf-1").returncode == 0
+    found = document("show", tmp_path / "hf-1")
+    plain = Path(shutil.copytree(tmp_path / "hf-1", tmp_path / "plain"))
+    (plain / "holdfast.json").unlink()
+    for report in plain.glob("*.report"):
+        report.unlink()
+    assert found["tensors"] == document("show", plain)["tensors"]
+    assert [(row["name"], row["shape"]) for row in found["tensors"]] == [("bias", [4]), ("weight", [4, 8])]
+    assert (found["kind"], found["world"], found["nbytes"]) == ("export", 1, 144)
+    assert "model.safetensors" in [row["name"] for row in found["files"]]
+    text = run("show", tmp_path / "hf-1", "--tree").stdout
+    assert re.search(r"^holds +2 tensors, 144 B; 1 files, .* B$", text, re.MULTILINE), text
+    assert text.splitlines()[-1].split() == ["weight", "128", "B"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_report_includes_any_step_that_is_asked_for(root: Path, tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(4)}, checkpoint_id=root / "step-9", no_dist=True)
+    page = tmp_path / "page.html"
+    assert document("report", root, "-o", page)["included"] == ["step-3", "step-2"]
+    assert document("report", root, "-o", page, "--step", 9, "--step", 1)["included"] == ["step-9", "step-1"]
+    refused = document("report", root, "-o", page, "--step", 8, status=2)["error"]["message"]
+    assert refused.endswith("steps: 1, 2, 3, 9")
+    (root / "step-2" / "holdfast.json").write_text("{}")
+    assert document("report", root, "-o", page, "--step", 2, status=1)["error"]["kind"] == "CheckpointCorrupt"
+
+
 # verify ----------------------------------------------------------------------------------------------------------
 
 
