@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from holdfast.catalog.journal import note_verified
-from holdfast.catalog.listing import existing_directory, size_text
-from holdfast.cli.ls import absent, entries_of, is_one_checkpoint, of_step
+from holdfast.catalog.listing import existing_directory, lost_link, of_another_step, size_text
+from holdfast.cli.ls import absent, entries_of, is_one_checkpoint, newest_of, of_step
 from holdfast.cli.output import AsJson, print_json, progress_bar, shown
 from holdfast.errors import CheckpointNotFound, ConfigError, HoldfastError
 from holdfast.export.verify import is_export, verify_export
@@ -95,10 +95,10 @@ def _targets(path: str, step: int | None, *, newest: bool, everything: bool) -> 
 
 def _newest(rows: list[RootEntry]) -> list[RootEntry]:
     """The newest that can be read, and those with higher steps that can't: one of them would be the newest."""
-    latest = [row for row in rows if row.latest] or rows[-1:]
-    top = max((row.step for row in latest if row.step is not None), default=0)
+    newest = newest_of(rows) or rows[-1:]
+    top = max((row.step for row in newest if row.step is not None), default=0)
     newer = [row for row in rows if row.error is not None and row.step is not None and row.step > top]
-    return [*newer, *latest]
+    return [*newer, *newest]
 
 
 def _verified(path: str, step: int | None) -> _Result | None:
@@ -109,7 +109,8 @@ def _verified(path: str, step: int | None) -> _Result | None:
     try:
         source = open_source(path, exports=True)
     except CheckpointNotFound:
-        return None
+        lost = lost_link(path)
+        return None if lost is None else _Result(path, step, _unread(problem_of(lost)), kind)
     except NewerFormat as error:  # others are still to be verified
         return _Result(path, step, _unread(), kind, "newer", str(error))
     except HoldfastError as error:
@@ -123,6 +124,9 @@ def _verified(path: str, step: int | None) -> _Result | None:
         report = verify_source(source, progress)
     if exported:
         report = _as_read(path, report)
+    misnamed = None if source.manifest is None else of_another_step(path, source.manifest)
+    if misnamed is not None:
+        report = replace(report, ok=False, problems=(*report.problems, problem_of(misnamed)))
     if not report.ok and _vanished(path):
         return None
     return _Result(path, source.step, report, kind)

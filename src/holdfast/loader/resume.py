@@ -21,10 +21,10 @@ import msgspec
 
 from holdfast import events
 from holdfast.catalog.catalog import TOLD_MAX
+from holdfast.catalog.root import misnamed
 from holdfast.catalog.tiers import Choice, Choices, CopyAt
 from holdfast.catalog.tiers import outlook as tiers_outlook
 from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, HoldfastError, StorageError
-from holdfast.format.manifest import MANIFEST_NAME
 from holdfast.loader.loader import LoadOptions, is_corrupt, load_state
 from holdfast.storage.entries import read_manifest
 from holdfast.validation import checked_step
@@ -180,13 +180,9 @@ class Resumer:
             manifest = read_manifest(storage, name) if step else None
         except HoldfastError:
             manifest = None  # loading it will tell
-        if manifest is not None and manifest.step not in (None, step):
-            path = storage.path(f"{name}/{MANIFEST_NAME}")
-            raise CheckpointCorrupt(
-                f"{path} holds step {manifest.step}, expected step {step}: the directory was renamed "
-                "or exchanged with another; rename it to its own step, or load it by its path",
-                path=path,
-            )
+        error = None if manifest is None else misnamed(storage.path(name), manifest, step)
+        if error is not None:
+            raise error
         return storage.path(name)
 
     def _outlook(self, step: int | None, votes: Votes) -> Choices:
