@@ -237,6 +237,15 @@ def test_cat_prints_any_dtype(shell: Shell, tmp_path: Path, dtype: torch.dtype) 
     assert shell.document("cat", tmp_path / "one", "model.w", "--slice", ":3")["shape"] == [3]
 
 
+def test_cat_prints_packed_elements_as_their_bytes(shell: Shell, tmp_path: Path) -> None:
+    saved(tmp_path / "one", w=torch.tensor([1, 255], dtype=torch.uint8).view(torch.float4_e2m1fn_x2))
+    assert shell.run("cat", tmp_path / "one", "model.w") == 0, shell.err
+    assert "255" in shell.out
+    found = shell.document("cat", tmp_path / "one", "model.w")
+    assert (found["dtype"], found["values"]) == ("float4_e2m1fn_x2", [1, 255])
+    assert shell.document("cat", tmp_path / "one", "model.w", "--slice", "1")["values"] == 255
+
+
 def test_cat_describes_values(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.cli.show._PIECE", 64)
     torch.manual_seed(1)

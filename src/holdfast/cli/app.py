@@ -99,8 +99,9 @@ def main() -> None:
         if error.name not in ("numpy", "torch"):
             raise
         absent = ConfigError(
-            f"this reads values of tensors or objects, which needs {error.name}, and there is none here: pip install "
-            f"{error.name}; ls, show, verify, prune, report and diff --structure do without"
+            "this reads values of tensors or objects, or what stock DCP wrote, which needs "
+            f"{error.name}, and there is none here: pip install {error.name}; ls and prune do without, and so do show, "
+            "verify, report and diff --structure of what Holdfast wrote"
         )
         _end(absent, as_json=as_json)
     except OSError as error:  # of a working directory that is gone, or of what standard output leads to

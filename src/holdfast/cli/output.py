@@ -62,11 +62,14 @@ def prepare_streams() -> tuple[int, int] | None:
 
 
 class _Messages(logging.Handler):
-    """Print what is logged on standard error: names in it can't control a terminal."""
+    """Print what is logged on standard error: names in it can't control a terminal, nor begin a line."""
+
+    _traces: Final = logging.Formatter()
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError, ValueError):  # nobody reads it
-            typer.echo(f"holdfast: {shown(self.format(record), keep=LINES)}", err=True)
+            trace = "" if record.exc_info is None else "\n" + self._traces.formatException(record.exc_info)
+            typer.echo(f"holdfast: {shown(record.getMessage())}{shown(trace, keep=LINES)}", err=True)
 
 
 def _output() -> tuple[int, int] | None:
@@ -159,7 +162,7 @@ _BEYOND_ASCII: Final = re.compile("[^\x00-\x7f]+")
 
 def print_error(error: HoldfastError, *, as_json: bool) -> None:
     """The message on standard error; with ``--json`` also a document that says what kind of error it is."""
-    typer.echo(f"holdfast: {shown(_told(error), keep=LINES)}", err=True)
+    typer.echo(f"holdfast: {shown(_told(error))}", err=True)
     if as_json:
         print_error_document(error)
 
