@@ -11,10 +11,12 @@ import shutil
 import sys
 import tempfile
 import threading
+from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -170,6 +172,22 @@ def test_resume_check_names_what_would_go_on_otherwise(shell: Shell, made: Path,
     assert any("the second lacks" in line and "optimizer" in line for line in said)
     for option in ("--structure", "--filter=model.*"):
         assert shell.run("diff", made, made, "--resume-check", option) == 2
+
+
+def test_diff_of_objects_of_any_kind(shell: Shell, tmp_path: Path) -> None:
+    def state(last: float, number: int) -> dict[str, Any]:
+        recent = deque([torch.ones(2), np.array([math.nan, last])], maxlen=3)
+        return {"recent": recent, "stream": io.BytesIO(b"a"), "number": number, "counts": (Counter("ab"),)}
+
+    holdfast.save(state(1.0, 10**5000), tmp_path / "one")
+    holdfast.save(state(1.0, 10**5000), tmp_path / "same")
+    holdfast.save(state(2.0, 10**5000 + 1), tmp_path / "other")
+    found = shell.document("diff", tmp_path / "one", tmp_path / "same", "--resume-check")
+    assert (found["same"], found["objects"]["equal"], found["resume"]["alike"]) == (True, 4, True)
+    found = shell.document("diff", tmp_path / "one", tmp_path / "other", "--resume-check", status=1)
+    changed = {row["name"]: row["first"] for row in found["objects"]["changed"]}
+    assert set(changed) == {"number", "recent"}
+    assert changed["number"] == "<int>"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -329,6 +329,7 @@ def _compare_objects(
         found.objects_unknown = both
         return
     from holdfast.loader.checkpoint import read_objects
+    from holdfast.loader.object_digest import are_equal  # imports torch
 
     mine, theirs = read_objects(first[0], both), read_objects(second[0], both)
     for name in both:
@@ -339,31 +340,11 @@ def _compare_objects(
 
 
 def _text(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested deeply; a whole number of more digits than Python writes
+        text = f"<{type(value).__name__}>"
     return text if len(text) <= _TEXT_MAX else f"{text[:_TEXT_MAX]}…"
-
-
-def are_equal(one: Any, other: Any) -> bool:
-    """Return True if two plain objects are equal: of one type, tensors and arrays bit by bit, a NaN equal to itself."""
-    import numpy as np
-    import torch
-
-    from holdfast._torch_compat import as_bytes
-
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        same = bool(one.dtype == other.dtype and one.shape == other.shape)
-        return same and torch.equal(as_bytes(one.detach().contiguous()), as_bytes(other.detach().contiguous()))
-    if isinstance(one, np.ndarray):
-        return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
-    if isinstance(one, Mapping):
-        return list(one) == list(other) and all(are_equal(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(are_equal, one, other))
-    if isinstance(one, float):
-        return one.hex() == float(other).hex()
-    return bool(one == other)
 
 
 def _other_files(first: Manifest | None, second: Manifest | None) -> list[str]:
