@@ -190,6 +190,19 @@ def test_diff_of_objects_of_any_kind(shell: Shell, tmp_path: Path) -> None:
     assert changed["number"] == "<int>"
 
 
+def test_diff_of_numbers_that_float64_has_no_room_for(shell: Shell, tmp_path: Path) -> None:
+    large = torch.tensor([1e200, 2e200], dtype=torch.float64)
+    one = saved(tmp_path / "one", large=large, whole=torch.tensor([2**62]))
+    two = saved(tmp_path / "two", large=large * torch.tensor([1.0, 1.5]), whole=torch.tensor([2**62 + 1]))
+    found = shell.document("diff", one, two, status=1)
+    rows = {row["name"]: row for row in found["changed"]}
+    assert rows["model.large"]["relative"] == pytest.approx(1 / math.sqrt(5))
+    assert rows["model.whole"]["max_abs"] == 1.0
+    assert found["layers"][0]["relative"] == pytest.approx(1 / math.sqrt(5))
+    facts = shell.document("cat", one, "model.large")["statistics"]
+    assert (facts["std"], facts["norm"]) == (pytest.approx(5e199), pytest.approx(math.sqrt(5) * 1e200))
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_diff_of_other_shardings_and_formats(shell: Shell, made: Path, tmp_path: Path) -> None:
     """The same values, stored by stock DCP and as a Hugging Face directory: nothing differs but what isn't there."""
