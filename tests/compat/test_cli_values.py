@@ -174,6 +174,38 @@ def test_resume_check_names_what_would_go_on_otherwise(shell: Shell, made: Path,
         assert shell.run("diff", made, made, "--resume-check", option) == 2
 
 
+def test_resume_check_tells_steps_apart(shell: Shell, tmp_path: Path) -> None:
+    """A run goes on from the number that restore() returns, whatever the values."""
+    state = {"model": nn.Linear(2, 2), "train": {"epoch": 1}}
+    for name, step in (("five", 5), ("again", 5), ("six", 6), ("none", None)):
+        holdfast.save(state, tmp_path / name, step=step)
+    five = tmp_path / "five"
+    assert shell.document("diff", five, tmp_path / "again", "--resume-check")["resume"]["alike"]
+    for other, says in (
+        ("six", "step is 5 in the first, 6 in the second"),
+        ("none", "step is 5 in the first, none in the second"),
+    ):
+        found = shell.document("diff", five, tmp_path / other, "--resume-check", status=1)
+        assert found["same"]
+        (line,) = found["resume"]["findings"]
+        assert says in line
+    assert shell.run("diff", five, tmp_path / "six", "--resume-check") == 1
+    assert "do not go on alike" in shell.out
+    assert shell.document("diff", five, tmp_path / "six")["same"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_resume_check_knows_no_step_of_stock_dcp(shell: Shell, tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    state = {"model": {"w": torch.ones(2)}}
+    holdfast.save(state, tmp_path / "ours", step=5)
+    dcp.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
+    for pair in (("ours", "stock"), ("stock", "ours")):
+        found = shell.document("diff", *(tmp_path / name for name in pair), "--resume-check")
+        assert found["resume"] == {"alike": True, "findings": []}
+
+
 def test_diff_of_objects_of_any_kind(shell: Shell, tmp_path: Path) -> None:
     def state(last: float, number: int) -> dict[str, Any]:
         recent = deque([torch.ones(2), np.array([math.nan, last])], maxlen=3)

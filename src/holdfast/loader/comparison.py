@@ -374,14 +374,18 @@ def _other_files(first: Manifest | None, second: Manifest | None) -> list[str]:
 def resume_findings(first: CheckpointSource, second: CheckpointSource, found: Comparison) -> list[str]:
     """Return why two runs that resume from these would not go on alike, a sentence each; empty if they would.
 
-    Both have to have been compared whole, with values.
+    Both have to have been compared whole, with values. Stock DCP tells neither step nor number of ranks: its runs keep
+    them in their objects.
     """
     said: list[str] = []
     for which, source in (("first", first), ("second", second)):
         manifest = source.manifest
         if manifest is not None and not manifest.resumable:
             said.append(f"the {which} holds a model only: no run can resume from it")
-    if first.world != second.world:
+    if first.manifest is not None and second.manifest is not None and first.manifest.step != second.manifest.step:
+        one, other = ("none" if step is None else step for step in (first.manifest.step, second.manifest.step))
+        said.append(f"the step is {one} in the first, {other} in the second: a run goes on from it")
+    if None not in (first.world, second.world) and first.world != second.world:
         said.append(
             f"they were saved by {first.world} and {second.world} ranks: values of each rank, such as random states, "
             "are derived anew on another number of ranks"
