@@ -206,6 +206,23 @@ def test_resume_check_knows_no_step_of_stock_dcp(shell: Shell, tmp_path: Path) -
         assert found["resume"] == {"alike": True, "findings": []}
 
 
+def test_diff_of_a_filter_that_matches_nothing_is_wrong_usage(shell: Shell, made: Path) -> None:
+    for extra in ((), ("--structure",)):
+        assert shell.run("diff", made, made, "--filter", "modle.*", *extra) == 2
+        assert "'modle.*' matches no tensor and no object" in shell.err
+        assert shell.out == ""
+    assert shell.document("diff", made, made, "--filter", "modle.*", status=2)["error"]["kind"] == "ConfigError"
+    for pattern in ("model.0.*", "train.epoch"):
+        assert shell.run("diff", made, made, "--filter", pattern) == 0
+        assert shell.run("diff", made, made, "--filter", pattern, "--structure") == 0
+
+
+def test_diff_of_a_filter_that_matches_on_one_side(shell: Shell, tmp_path: Path) -> None:
+    holdfast.save({"w": torch.ones(1)}, tmp_path / "one")
+    holdfast.save({"w": torch.ones(1), "new": 1}, tmp_path / "two")
+    assert shell.document("diff", tmp_path / "one", tmp_path / "two", "--filter", "new", status=1)["objects"]["added"]
+
+
 def test_diff_of_objects_of_any_kind(shell: Shell, tmp_path: Path) -> None:
     def state(last: float, number: int) -> dict[str, Any]:
         recent = deque([torch.ones(2), np.array([math.nan, last])], maxlen=3)
