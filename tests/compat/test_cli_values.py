@@ -11,10 +11,12 @@ import shutil
 import sys
 import tempfile
 import threading
+from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -170,6 +172,84 @@ def test_resume_check_names_what_would_go_on_otherwise(shell: Shell, made: Path,
     assert any("the second lacks" in line and "optimizer" in line for line in said)
     for option in ("--structure", "--filter=model.*"):
         assert shell.run("diff", made, made, "--resume-check", option) == 2
+
+
+def test_resume_check_tells_steps_apart(shell: Shell, tmp_path: Path) -> None:
+    """A run goes on from the number that restore() returns, whatever the values."""
+    state = {"model": nn.Linear(2, 2), "train": {"epoch": 1}}
+    for name, step in (("five", 5), ("again", 5), ("six", 6), ("none", None)):
+        holdfast.save(state, tmp_path / name, step=step)
+    five = tmp_path / "five"
+    assert shell.document("diff", five, tmp_path / "again", "--resume-check")["resume"]["alike"]
+    for other, says in (
+        ("six", "step is 5 in the first, 6 in the second"),
+        ("none", "step is 5 in the first, none in the second"),
+    ):
+        found = shell.document("diff", five, tmp_path / other, "--resume-check", status=1)
+        assert found["same"]
+        (line,) = found["resume"]["findings"]
+        assert says in line
+    assert shell.run("diff", five, tmp_path / "six", "--resume-check") == 1
+    assert "do not go on alike" in shell.out
+    assert shell.document("diff", five, tmp_path / "six")["same"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_resume_check_knows_no_step_of_stock_dcp(shell: Shell, tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    state = {"model": {"w": torch.ones(2)}}
+    holdfast.save(state, tmp_path / "ours", step=5)
+    dcp.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
+    for pair in (("ours", "stock"), ("stock", "ours")):
+        found = shell.document("diff", *(tmp_path / name for name in pair), "--resume-check")
+        assert found["resume"] == {"alike": True, "findings": []}
+
+
+def test_diff_of_a_filter_that_matches_nothing_is_wrong_usage(shell: Shell, made: Path) -> None:
+    for extra in ((), ("--structure",)):
+        assert shell.run("diff", made, made, "--filter", "modle.*", *extra) == 2
+        assert "'modle.*' matches no tensor and no object" in shell.err
+        assert shell.out == ""
+    assert shell.document("diff", made, made, "--filter", "modle.*", status=2)["error"]["kind"] == "ConfigError"
+    for pattern in ("model.0.*", "train.epoch"):
+        assert shell.run("diff", made, made, "--filter", pattern) == 0
+        assert shell.run("diff", made, made, "--filter", pattern, "--structure") == 0
+
+
+def test_diff_of_a_filter_that_matches_on_one_side(shell: Shell, tmp_path: Path) -> None:
+    holdfast.save({"w": torch.ones(1)}, tmp_path / "one")
+    holdfast.save({"w": torch.ones(1), "new": 1}, tmp_path / "two")
+    assert shell.document("diff", tmp_path / "one", tmp_path / "two", "--filter", "new", status=1)["objects"]["added"]
+
+
+def test_diff_of_objects_of_any_kind(shell: Shell, tmp_path: Path) -> None:
+    def state(last: float, number: int) -> dict[str, Any]:
+        recent = deque([torch.ones(2), np.array([math.nan, last])], maxlen=3)
+        return {"recent": recent, "stream": io.BytesIO(b"a"), "number": number, "counts": (Counter("ab"),)}
+
+    holdfast.save(state(1.0, 10**5000), tmp_path / "one")
+    holdfast.save(state(1.0, 10**5000), tmp_path / "same")
+    holdfast.save(state(2.0, 10**5000 + 1), tmp_path / "other")
+    found = shell.document("diff", tmp_path / "one", tmp_path / "same", "--resume-check")
+    assert (found["same"], found["objects"]["equal"], found["resume"]["alike"]) == (True, 4, True)
+    found = shell.document("diff", tmp_path / "one", tmp_path / "other", "--resume-check", status=1)
+    changed = {row["name"]: row["first"] for row in found["objects"]["changed"]}
+    assert set(changed) == {"number", "recent"}
+    assert changed["number"] == "<int>"
+
+
+def test_diff_of_numbers_that_float64_has_no_room_for(shell: Shell, tmp_path: Path) -> None:
+    large = torch.tensor([1e200, 2e200], dtype=torch.float64)
+    one = saved(tmp_path / "one", large=large, whole=torch.tensor([2**62]))
+    two = saved(tmp_path / "two", large=large * torch.tensor([1.0, 1.5]), whole=torch.tensor([2**62 + 1]))
+    found = shell.document("diff", one, two, status=1)
+    rows = {row["name"]: row for row in found["changed"]}
+    assert rows["model.large"]["relative"] == pytest.approx(1 / math.sqrt(5))
+    assert rows["model.whole"]["max_abs"] == 1.0
+    assert found["layers"][0]["relative"] == pytest.approx(1 / math.sqrt(5))
+    facts = shell.document("cat", one, "model.large")["statistics"]
+    assert (facts["std"], facts["norm"]) == (pytest.approx(5e199), pytest.approx(math.sqrt(5) * 1e200))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
