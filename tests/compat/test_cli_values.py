@@ -510,3 +510,10 @@ def test_watch_tells_of_failures_whatever_the_clock_says(shell: Shell, tmp_path:
     assert [(line["step"], line["name"], line["message"]) for line in failed] == [
         (step, f"step-{step}", "no room") for step in (2, 3, 4)
     ]
+
+
+@pytest.mark.parametrize("arguments", [("nowhere",), (), ("--no-such",)], ids=" ".join)
+def test_errors_of_watch_are_one_a_line_too(shell: Shell, arguments: tuple[str, ...]) -> None:
+    assert shell.run("watch", *arguments, "--json") == 2
+    (line,) = shell.out.splitlines()
+    assert json.loads(line)["error"]["kind"] == "ConfigError"
