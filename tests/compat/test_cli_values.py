@@ -11,8 +11,9 @@ import shutil
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.catalog.journal import FileSink, render
 from holdfast.cli.app import main
 from holdfast.storage.locks import RootLock
 
@@ -557,3 +559,80 @@ def test_watch_tells_what_a_job_does(shell: Shell, root: Path) -> None:
     assert told[0] == ("watching", None)
     assert ("published", 500) in told
     assert ("deleted", 300) in told
+
+
+def changes(shell: Shell, root: Path, work: Callable[[], object], *, interval: float, seconds: float) -> list[dict]:
+    """Return what ``watch`` tells while ``work`` is done."""
+    job = threading.Timer(0.5, work)
+    job.start()
+    assert shell.run("watch", root, "--interval", interval, "--for", seconds, "--json") == 0
+    job.join()
+    return [json.loads(line) for line in io.StringIO(shell.out)]
+
+
+@pytest.mark.parametrize("interval", [1.0, 0.05])
+def test_watch_tells_each_save_once_also_those_between_two_looks(shell: Shell, tmp_path: Path, interval: float) -> None:
+    config = holdfast.CheckpointConfig(every=1, keep=holdfast.Keep(last=1))
+    with holdfast.CheckpointManager(tmp_path, {"x": torch.ones(3)}, config=config) as manager:
+        manager.save(1).result()
+
+        def work() -> None:
+            for step in range(2, 22):
+                manager.save(step).result()
+                time.sleep(0.05)
+
+        told = changes(shell, tmp_path, work, interval=interval, seconds=5)
+    for change, steps in {"published": range(2, 22), "deleted": range(1, 21)}.items():
+        rows = [line for line in told if line["change"] == change]
+        assert [(line["step"], line["name"]) for line in rows] == [(step, f"step-{step}") for step in steps]
+        assert {line["kind"] for line in rows} == {"checkpoint"}
+    assert all(line["nbytes"] > 0 for line in told if line["change"] == "published")
+    at = {(line["change"], line.get("step")): number for number, line in enumerate(told)}
+    assert all(at["published", step] < at["deleted", step] for step in range(2, 21))
+    assert all(number < at["published", step] for (change, step), number in at.items() if change == "saving")
+
+
+def test_watch_tells_what_a_root_without_a_journal_has(shell: Shell, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+
+    def work() -> None:
+        for _ in range(2):
+            holdfast.save({"x": torch.ones(3)}, root / "step-1", step=1, overwrite=True)
+            time.sleep(0.5)
+        shutil.rmtree(root / "step-1")
+
+    told = changes(shell, root, work, interval=0.05, seconds=3)
+    assert not (root / ".holdfast" / "journal.jsonl").exists()
+    told = [line for line in told if line["change"] in ("published", "deleted")]
+    assert [line["change"] for line in told] == ["published", "published", "deleted"], "the second replaces the first"
+
+
+def test_watch_tells_of_failures_whatever_the_clock_says(shell: Shell, tmp_path: Path) -> None:
+    """As after a clock was set back, or from a host whose clock is behind."""
+    (tmp_path / ".holdfast").mkdir()
+
+    def fail(step: int, t: float) -> None:
+        row = {"t": t, "run": "a", "kind": "save.failed", "step": step, "name": f"step-{step}", "message": "no room"}
+        sink = FileSink(str(tmp_path))
+        sink.add(render(row))
+        sink.flush(last=True)
+
+    fail(1, 5000.0)
+
+    def work() -> None:
+        for step, t in ((2, 100.0), (3, 5000.0), (4, 9000.0)):
+            fail(step, t)
+
+    told = changes(shell, tmp_path, work, interval=0.05, seconds=2)
+    failed = [line for line in told if line["change"] == "failed"]
+    assert [(line["step"], line["name"], line["message"]) for line in failed] == [
+        (step, f"step-{step}", "no room") for step in (2, 3, 4)
+    ]
+
+
+@pytest.mark.parametrize("arguments", [("nowhere",), (), ("--no-such",)], ids=" ".join)
+def test_errors_of_watch_are_one_a_line_too(shell: Shell, arguments: tuple[str, ...]) -> None:
+    assert shell.run("watch", *arguments, "--json") == 2
+    (line,) = shell.out.splitlines()
+    assert json.loads(line)["error"]["kind"] == "ConfigError"

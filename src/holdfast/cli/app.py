@@ -50,6 +50,8 @@ _MODULES: Final = {
     "bench": "bench",
 }
 """Commands, as ``--help`` lists them, and the module of each."""
+_ON_A_LINE: Final = (["watch"], ["view"])
+"""Command lines whose documents are each on one line: they print them while they go on."""
 
 
 def _holdfast(
@@ -131,7 +133,7 @@ def main() -> None:
 
 def _end(error: HoldfastError, *, as_json: bool) -> NoReturn:
     try:
-        print_error(error, as_json=as_json)
+        print_error(error, as_json=as_json, on_a_line=sys.argv[1:2] in _ON_A_LINE)
         sys.stdout.flush()
     except OSError:
         drop_output()  # what it leads to takes nothing any more

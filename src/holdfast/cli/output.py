@@ -160,17 +160,15 @@ _NOT_FOR_MSGSPEC: Final = (UnicodeEncodeError, OverflowError, TypeError, ValueEr
 _BEYOND_ASCII: Final = re.compile("[^\x00-\x7f]+")
 
 
-def print_error(error: HoldfastError, *, as_json: bool) -> None:
-    """The message on standard error; with ``--json`` also a document that says what kind of error it is."""
+def print_error(error: HoldfastError, *, as_json: bool, on_a_line: bool = False) -> None:
+    """The message on standard error; with ``--json`` also a document that says what kind of error it is.
+
+    on_a_line: for a command that prints its documents so.
+    """
     typer.echo(f"holdfast: {shown(_told(error))}", err=True)
     if as_json:
-        print_error_document(error)
-
-
-def print_error_document(error: HoldfastError) -> None:
-    """Print the kind of error as JSON, for scripts."""
-    kind, text = type(error).__name__, _told(error)
-    print_json("error", error={"kind": kind, "message": text, "path": getattr(error, "path", None)})
+        told = {"kind": type(error).__name__, "message": _told(error), "path": getattr(error, "path", None)}
+        (print_line if on_a_line else print_json)("error", error=told)
 
 
 def _told(error: HoldfastError) -> str:
