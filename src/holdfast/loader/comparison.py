@@ -260,7 +260,10 @@ class DifferenceSums:
         sides = torch.isfinite(a), torch.isfinite(b)
         for side in (0, 1):
             self.non_finite[side] += int((~sides[side]).sum())
-        first, second = (each[sides[0] & sides[1]].numpy() for each in (a, b))
+        both = sides[0] & sides[1]
+        if not both.all():  # else no copies
+            a, b = (a[both], b[both]) if b is not a else (a[both],) * 2
+        first, second = a.numpy(), b.numpy()
         square = sum_of_products(first, first)
         self.squares[0] += square
         self.squares[1] += square if b is a else sum_of_products(second, second)
