@@ -581,7 +581,7 @@ def test_watch_tells_each_save_once_also_those_between_two_looks(shell: Shell, t
                 manager.save(step).result()
                 time.sleep(0.05)
 
-        told = changes(shell, tmp_path, work, interval=interval, seconds=5)
+        told = changes(shell, tmp_path, work, interval=interval, seconds=8)
     for change, steps in {"published": range(2, 22), "deleted": range(1, 21)}.items():
         rows = [line for line in told if line["change"] == change]
         assert [(line["step"], line["name"]) for line in rows] == [(step, f"step-{step}") for step in steps]
@@ -602,7 +602,7 @@ def test_watch_tells_what_a_root_without_a_journal_has(shell: Shell, tmp_path: P
             time.sleep(0.5)
         shutil.rmtree(root / "step-1")
 
-    told = changes(shell, root, work, interval=0.05, seconds=3)
+    told = changes(shell, root, work, interval=0.05, seconds=4)
     assert not (root / ".holdfast" / "journal.jsonl").exists()
     told = [line for line in told if line["change"] in ("published", "deleted")]
     assert [line["change"] for line in told] == ["published", "published", "deleted"], "the second replaces the first"
