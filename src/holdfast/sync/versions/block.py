@@ -187,13 +187,13 @@ class BlockMemory:
                 self._reading = os.dup(self.image.fd)
         return self._reading
 
-    def close(self, *, epoch: int | None = None) -> None:
-        """Let go of the memory. epoch: also free it while readers have it mapped, who then find this epoch."""
+    def close(self, *, frees: bool = False) -> None:
+        """Let go of the memory; idempotent. frees: also while readers have it mapped, who then find another epoch."""
         if self._reading is not None:
             os.close(self._reading)
             self._reading = None
-        if epoch is not None:
-            self.begin(epoch)
+        if frees:
+            self.begin(int(self._words[0]) + 1)
             libc = ctypes.CDLL(None, use_errno=True)
             libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
             address = self.image.bytes_view.data_ptr()

@@ -90,11 +90,11 @@ class Served:
                 raise
         return made
 
-    def end_block(self, memory: BlockMemory, epoch: int | None = None) -> None:
+    def end_block(self, memory: BlockMemory, *, frees: bool = False) -> None:
         """Let go of a block's memory, as `BlockMemory.close` does."""
         if self.memory_reads is not None:
             self.memory_reads.deregister(memory.image.bytes_view)
-        memory.close(epoch=epoch)
+        memory.close(frees=frees)
 
     def fan_out_of(self, key: VersionKey) -> FanOut:
         """Return who brings what of a version; of a forgotten one all comes from here. The caller holds the lock."""
