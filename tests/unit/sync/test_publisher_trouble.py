@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import logging
+import os
+import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,12 +18,14 @@ import pytest
 import torch
 from typing_extensions import Self
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, PeerLost
 from holdfast.sync import ProcessGroupTransport, Publisher, Receiver, SharedMemoryTransport
 from holdfast.sync.versions import block, books, deltas, publishing, serving
 from holdfast.sync.versions.books import Books
+from holdfast.sync.versions.serving import BlockServer
 
 TIMEOUT_S = 20.0
+KINDS = pytest.mark.parametrize("kind", [SharedMemoryTransport, ProcessGroupTransport])
 INTERRUPTED = {module.__file__ for module in (block, books, deltas, publishing, serving, threading)}
 
 
@@ -29,6 +35,111 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 
 def receives(receiver: Receiver, into: dict[str, torch.Tensor], version: int) -> bool:
     return receiver.receive(timeout=TIMEOUT_S) == version and torch.equal(into["weight"], weights(version)["weight"])
+
+
+# descriptors -------------------------------------------------------------------------------------------------------
+
+SHORT_OF_DESCRIPTORS = """
+import os, resource, sys, torch
+from holdfast.sync import Publisher, SharedMemoryTransport
+
+publisher = Publisher(SharedMemoryTransport(sys.argv[1]))
+publisher.publish({"weight": torch.full((1000,), 1.0)}, 1)
+print("published", flush=True)
+sys.stdin.readline()
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+names = os.listdir("/proc/self/fd")
+used = {int(name) for name in names if os.path.exists(f"/proc/self/fd/{name}")}
+one_free = next(limit for limit in range(1, 1 << 20) if limit - 1 not in used)
+resource.setrlimit(resource.RLIMIT_NOFILE, (one_free, hard))
+print("short", flush=True)
+sys.stdin.readline()
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+publisher.publish({"weight": torch.full((1000,), 2.0)}, 2)
+print("published", flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextlib.contextmanager
+def running(script: str, *args: object) -> Iterator[Callable[[], str]]:
+    """Yield a function that lets the program go on, and returns the next line that it says."""
+    command = [sys.executable, "-W", "ignore", "-c", script, *map(str, args)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+
+        def go_on() -> str:
+            child.stdin.write("\n")
+            child.stdin.flush()
+            return child.stdout.readline().strip()
+
+        try:
+            assert child.stdout.readline() == "published\n"
+            yield go_on
+        finally:
+            child.kill()
+
+
+def test_a_first_lease_needs_no_descriptor_but_that_of_its_connection(tmp_path: Path) -> None:
+    into, late = weights(0), weights(0)
+    with running(SHORT_OF_DESCRIPTORS, tmp_path) as go_on, Receiver(SharedMemoryTransport(tmp_path), into) as receiver:
+        while receiver.poll() is None:  # what hears of news is connected
+            pass
+        assert go_on() == "short"
+        assert receives(receiver, into, 1)
+        assert go_on() == "published"
+        assert receives(receiver, into, 2)
+        with Receiver(SharedMemoryTransport(tmp_path), late) as another:
+            assert receives(another, late, 2)
+
+
+def test_a_request_that_fails_ends_the_connection_of_its_receiver_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lease, failures = Books.lease, [OSError(24, "Too many open files")]
+
+    def fails_once(self: Books, *args: Any) -> Any:
+        found = lease(self, *args)
+        if failures:
+            raise failures.pop()
+        return found
+
+    into, other = weights(0), weights(0)
+    transport = SharedMemoryTransport(tmp_path)
+    with Publisher(transport) as publisher, Receiver(transport, into) as receiver, Receiver(transport, other) as second:
+        publisher.publish(weights(1), 1)
+        assert receives(second, other, 1)
+        monkeypatch.setattr(Books, "lease", fails_once)
+        with caplog.at_level(logging.WARNING, "holdfast"), pytest.raises(PeerLost, match="Receive again"):
+            receiver.receive(timeout=TIMEOUT_S)
+        assert "Too many open files" in caplog.text
+        assert receives(receiver, into, 1)
+        for version in range(2, 10):  # the lease that it was about to get holds nothing up
+            publisher.publish(weights(version), version)
+            assert receives(second, other, version)
+        assert not any("takes back" in said.message for said in caplog.records)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@KINDS
+def test_publish_fails_where_nobody_is_served_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    with Publisher(kind(tmp_path)) as publisher:
+        publisher.publish(weights(1), 1)
+        server = publisher._half._server  # type: ignore[attr-defined]
+        with monkeypatch.context() as patch:
+            patch.setattr(BlockServer, "_tell_news", lambda _self: 1 // 0)
+            server.tell()
+            server._thread.join(TIMEOUT_S)
+        with pytest.raises(HoldfastError, match=r"publisher rank 0 .*division.*make a new one") as caught:
+            publisher.publish(weights(2), 2)
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    into = weights(0)
+    with Publisher(kind(tmp_path)) as publisher, Receiver(kind(tmp_path), into) as receiver:
+        publisher.publish(weights(2), 2)
+        assert receives(receiver, into, 2)
 
 
 # interrupts --------------------------------------------------------------------------------------------------------

@@ -226,7 +226,11 @@ class BlockPublishing:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _checked(self, weights: Callable[[], Weights], version: int) -> Weights:
-        """Return the weights, unless a later publisher is here, or an earlier one went further than this version."""
+        """Return the weights, unless a later publisher is here, or an earlier one went further than this version.
+
+        Raises what keeps receivers from being served.
+        """
+        self._server.check()
         if self._rendezvous is None:
             return weights()
         self._check_not_replaced(self._rendezvous)
@@ -267,6 +271,7 @@ class BlockPublishing:
         with held:
             memory = self._begin(version, layout)
             digest = memory.fill(layout, cut.pieces, threads=copy_threads())
+        self._server.check()
         copied = sum(layout.nbytes(number) for number, own in enumerate(layout.own) if own and number not in cut.lying)
         events.count("sync_bytes_staged", copied)
         with self._served.lock:
