@@ -175,6 +175,7 @@ def _seams():
     yield publishing, "Served", served
     yield publishing, "Books", CheckedBooks
     yield publishing, "BlockDeltas", CheckedDeltas
+    yield publishing.BlockPublishing, "_let_in", lambda _half: None
     yield serving, "_is_same_user", lambda _sock: True
     yield serving.BlockServer, "_give_up", cannot_answer
     yield receiving, "HeldMirrors", CheckedMirrors

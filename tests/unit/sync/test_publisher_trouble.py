@@ -6,6 +6,7 @@ import contextlib
 import dis
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ import pytest
 import torch
 from typing_extensions import Self
 
-from holdfast.errors import HoldfastError, PeerLost
+from holdfast.errors import HoldfastError, PeerLost, StorageError
 from holdfast.sync import ProcessGroupTransport, Publisher, Receiver, SharedMemoryTransport
 from holdfast.sync.versions import block, books, deltas, publishing, serving
 from holdfast.sync.versions.books import Books
@@ -230,3 +231,53 @@ def test_nothing_to_fill_is_said() -> None:
     made._max_blocks = 1
     with pytest.raises(HoldfastError, match="publisher rank 3 has no memory for version 3"):
         made.begin(3, 100)
+
+
+# the directory -----------------------------------------------------------------------------------------------------
+
+
+@KINDS
+def test_new_receivers_find_a_publisher_whose_directory_was_removed(tmp_path: Path, kind: Any) -> None:
+    place, into = tmp_path / "rendezvous", weights(0)
+    with Publisher(kind(place)) as publisher, Receiver(kind(place), into) as receiver:
+        publisher.publish(weights(1), 1)
+        assert receives(receiver, into, 1)
+        for version in (2, 3, 4):
+            shutil.rmtree(place)
+            publisher.publish(weights(version), version)
+            assert receives(receiver, into, version)
+            late = weights(0)
+            with Receiver(kind(place), late) as another:
+                assert receives(another, late, version)
+    assert os.listdir(place) == ["holdfast-newest"]
+
+
+def test_a_socket_that_was_removed_from_a_directory_of_its_own_is_bound_again(
+    tmp_path: Path, descriptors: Callable[..., frozenset[tuple[str, str]]]
+) -> None:
+    place, sockets = tmp_path / "rendezvous", tmp_path / "sockets"
+
+    def transport() -> SharedMemoryTransport:
+        return SharedMemoryTransport(place, directory=sockets)
+
+    with Publisher(transport()) as publisher:
+        for version in (1, 2, 3, 4):
+            publisher.publish(weights(version), version)
+        before = len(descriptors())
+        for version in range(5, 10):
+            shutil.rmtree(sockets)
+            publisher.publish(weights(version), version)
+            late = weights(0)
+            with Receiver(transport(), late) as another:
+                assert receives(another, late, version)
+        shutil.rmtree(sockets)
+        sockets.write_text("no directory")
+        with pytest.raises(StorageError, match="receivers can't be let in"):
+            publisher.publish(weights(10), 10)
+        sockets.unlink()
+        publisher.publish(weights(10), 10)
+        late = weights(0)
+        with Receiver(transport(), late) as another:
+            assert receives(another, late, 10)
+        assert len(descriptors()) <= before
+    assert os.listdir(sockets) == []

@@ -172,6 +172,11 @@ class EventLoop:
         sock.settimeout(0.0)
         self._selector.register(sock, selectors.EVENT_READ, sock)
 
+    def stop_listening(self, sock: socket.socket) -> None:
+        """Accept no more connections to ``sock``, and close it."""
+        self._selector.unregister(sock)
+        sock.close()
+
     def wake(self) -> None:
         """End a waiting `hear` at once. Any thread may call this, also after `close`."""
         with contextlib.suppress(OSError):  # full: it wakes up anyway; closed: nobody listens

@@ -95,6 +95,7 @@ class BlockPublishing:
         where = f"publisher rank {self._group.rank}"
         self._served = Served(Books(keep=options.keep_versions, max_blocks=max_blocks, where=where))
         self._path = ""
+        self._is_bound = True
         self._served.memory_reads = None if memory_reads is None else memory_reads()
         if network:
             sock = listener("")
@@ -231,6 +232,7 @@ class BlockPublishing:
         Raises what keeps receivers from being served.
         """
         self._server.check()
+        self._let_in()
         if self._rendezvous is None:
             return weights()
         self._check_not_replaced(self._rendezvous)
@@ -245,6 +247,14 @@ class BlockPublishing:
                     field="version",
                 )
         return weights()
+
+    def _let_in(self) -> None:
+        """See to it that receivers find the socket: bind it again if its path is gone. Raises `StorageError`."""
+        if self._path and not (self._is_bound and os.path.exists(self._path)):
+            self._is_bound = False  # until it is done: an interrupt may leave a path that leads nowhere
+            unlink_quietly(self._path)
+            self._server.move_to(listen_at(self._path))
+            self._is_bound = True
 
     def _check_not_replaced(self, rendezvous: Rendezvous) -> None:
         """Raise `RootLocked` if another publisher has taken this one's place; without a record of any, renew ours."""

@@ -19,6 +19,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -153,6 +154,7 @@ class BlockServer:
         self._strangers: dict[Link, float] = {}
         self._readers: dict[Link, _LeaseHolder] = {}
         self._stopping = False
+        self._moving: deque[socket.socket] = deque()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._live, name=f"holdfast-versions-{rank}", daemon=True)
         self._thread.start()
@@ -168,6 +170,11 @@ class BlockServer:
                 f"publisher rank {self._rank} no longer serves its versions, since {self._failure!r} ended the thread "
                 "that does: close this publisher and make a new one; report this, with the trace in the log"
             ) from self._failure
+
+    def move_to(self, sock: socket.socket) -> None:
+        """Let receivers in at ``sock``, soon, in place of the socket before, whose path is gone. Any thread."""
+        self._moving.append(sock)
+        self._loop.wake()
 
     def close(self, timeout_s: float) -> None:
         """End all connections; idempotent."""
@@ -190,6 +197,7 @@ class BlockServer:
                             self._answer(*found)
                     except Exception as error:  # noqa: BLE001 - what one asks for must not end the service of all
                         self._give_up(found if isinstance(found, socket.socket) else found[0], error)
+                self._move()
                 self._tell_news()
                 self._turn_away_silent()
         except BaseException as error:
@@ -198,7 +206,8 @@ class BlockServer:
             raise
         finally:
             self._loop.close()
-            self._sock.close()
+            for sock in (self._sock, *self._moving):
+                sock.close()
 
     def _give_up(self, who: Link | socket.socket, error: Exception) -> None:
         """End the connection of a receiver that could not be answered, and its leases: it connects again."""
@@ -208,6 +217,12 @@ class BlockServer:
             self._drop(who)
         else:
             who.close()
+
+    def _move(self) -> None:
+        while self._moving:
+            self._loop.stop_listening(self._sock)
+            self._sock = self._moving.popleft()
+            self._loop.listen(self._sock)
 
     def _accept(self, sock: socket.socket) -> None:
         if sock.family == socket.AF_UNIX and not _is_same_user(sock):
