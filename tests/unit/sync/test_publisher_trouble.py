@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -41,7 +42,7 @@ def receives(receiver: Receiver, into: dict[str, torch.Tensor], version: int) ->
 # descriptors -------------------------------------------------------------------------------------------------------
 
 SHORT_OF_DESCRIPTORS = """
-import os, resource, sys, torch
+import os, resource, sys, time, torch
 from holdfast.sync import Publisher, SharedMemoryTransport
 
 publisher = Publisher(SharedMemoryTransport(sys.argv[1]))
@@ -52,8 +53,12 @@ soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 names = os.listdir("/proc/self/fd")
 used = {int(name) for name in names if os.path.exists(f"/proc/self/fd/{name}")}
 one_free = next(limit for limit in range(1, 1 << 20) if limit - 1 not in used)
-resource.setrlimit(resource.RLIMIT_NOFILE, (one_free, hard))
+resource.setrlimit(resource.RLIMIT_NOFILE, (one_free - 1 + int(sys.argv[2]), hard))
 print("short", flush=True)
+sys.stdin.readline()
+began_s = time.process_time()
+time.sleep(1)
+print(time.process_time() - began_s, flush=True)
 sys.stdin.readline()
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 publisher.publish({"weight": torch.full((1000,), 2.0)}, 2)
@@ -84,15 +89,28 @@ def running(script: str, *args: object) -> Iterator[Callable[[], str]]:
 
 def test_a_first_lease_needs_no_descriptor_but_that_of_its_connection(tmp_path: Path) -> None:
     into, late = weights(0), weights(0)
-    with running(SHORT_OF_DESCRIPTORS, tmp_path) as go_on, Receiver(SharedMemoryTransport(tmp_path), into) as receiver:
+    transport = SharedMemoryTransport(tmp_path)
+    with running(SHORT_OF_DESCRIPTORS, tmp_path, 1) as go_on, Receiver(transport, into) as receiver:
         while receiver.poll() is None:  # what hears of news is connected
-            pass
+            time.sleep(0.01)
         assert go_on() == "short"
         assert receives(receiver, into, 1)
+        go_on()
         assert go_on() == "published"
         assert receives(receiver, into, 2)
         with Receiver(SharedMemoryTransport(tmp_path), late) as another:
             assert receives(another, late, 2)
+
+
+def test_connections_that_cannot_be_taken_yet_cost_no_time(tmp_path: Path) -> None:
+    into = weights(0)
+    transport = SharedMemoryTransport(tmp_path)
+    with running(SHORT_OF_DESCRIPTORS, tmp_path, 0) as go_on, Receiver(transport, into) as receiver:
+        assert go_on() == "short"
+        assert receiver.poll() is None  # it waits to be let in
+        assert float(go_on()) < 0.5
+        assert go_on() == "published"
+        assert receives(receiver, into, 2)
 
 
 def test_a_request_that_fails_ends_the_connection_of_its_receiver_alone(
