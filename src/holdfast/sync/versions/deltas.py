@@ -114,7 +114,8 @@ class BlockDeltas:
         self._served = served
         self._kind = kind
         self._delta_bytes = delta_bytes
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._kept: dict[VersionKey, _StepDelta] = {}
         """By the version that it leads to, oldest first."""
         self._folding = threading.Lock()
@@ -137,7 +138,7 @@ class BlockDeltas:
             lease = self._served.books.lease(self, version, digest)
         except HoldfastError:  # pinned or not, it isn't here any more
             return
-        with self._changed:
+        with self._lock:  # unlike a Condition's, no interrupt leaves it locked
             before, self._next = self._next, (VersionKey(version, digest), lease, layout)
             self._changed.notify_all()
         if before is not None:  # it was overtaken: the next delta leads from the last one that was encoded
