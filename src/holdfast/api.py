@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from holdfast.catalog.root import checked_target
 from holdfast.config import config_within
 from holdfast.coordination.deadline import Deadline
+from holdfast.coordination.group import ALONE
 from holdfast.engine.removal import remove_quickly
 from holdfast.errors import CheckpointNotFound, ConfigError, DeadlineExceeded
+from holdfast.format.manifest import COPY_OF
 from holdfast.loader.checkpoint import Checkpoint, open_checkpoint
 from holdfast.loader.loader import LoadOptions, load_state
 from holdfast.saver.checkpointer import SaveRequest, read_extra_files
+from holdfast.saver.copies import extra_of_copy
 from holdfast.saver.process_session import process_session
 from holdfast.saver.session import OUTCOME_GRACE_S, OneCallSession, Session
 from holdfast.saver.startup import claim_path
@@ -32,6 +35,7 @@ from holdfast.validation import checked_metrics, checked_names, checked_path, ch
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from holdfast.format.manifest import Manifest
     from holdfast.saver.handle import SaveHandle
 
 
@@ -62,16 +66,29 @@ def save(
     with _SaveSession(
         state, path, process_group, timeout, step, metrics, files, "eager", overwrite=overwrite, waits=True
     ) as session:
-        handle = session.start()
-        try:
-            return handle.result(max(session.left_s(), OUTCOME_GRACE_S))
-        except DeadlineExceeded:
-            with contextlib.suppress(DeadlineExceeded):
-                session.end()  # gives the save up
-            if handle.done():
-                return handle.result(0.0)
-            message = f"the save to {handle.path} did not end within {timeout:g} s; look at the storage, or allow more"
-            raise DeadlineExceeded(message, waited_for=f"save to {handle.path}", timeout_s=timeout) from None
+        return session.saved()
+
+
+def save_like(
+    manifest: Manifest,
+    state: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    files: Mapping[str, bytes],
+    overwrite: bool,
+    timeout: float,
+) -> Checkpoint:
+    """Save ``state`` by this process alone, and say of it what ``manifest`` says; for ``holdfast convert``.
+
+    A delta has become whole: it is none of its chain any more. Arguments and errors otherwise as for `save`.
+    """
+    extra = extra_of_copy(manifest)
+    if manifest.chain:
+        del extra[COPY_OF]
+    more = (manifest.step, manifest.metrics, files, "eager")
+    with _SaveSession(state, path, ALONE, timeout, *more, overwrite=overwrite, waits=True) as session:
+        session.request = replace(session.request, resumable=manifest.resumable, extra=extra)
+        return session.saved()
 
 
 def async_save(
@@ -236,7 +253,7 @@ class _SaveSession(OneCallSession):
                 # Only rank 0's metrics count: other ranks need not wait for values that a device has yet to compute.
                 numbers = checked_metrics(metrics) if group.rank == 0 else {}
                 contents = read_extra_files(files) if group.rank == 0 else {}
-                self._request = _checked_request(target, step, numbers, contents, staging, overwrite=overwrite)
+                self.request = _checked_request(target, step, numbers, contents, staging, overwrite=overwrite)
                 self._eager = staging == "eager"
                 self._tree = StateTree(state, rank=group.rank, world=group.world, group_ranks=group.ranks)
                 if overwrite:
@@ -256,8 +273,22 @@ class _SaveSession(OneCallSession):
             self.end()
             raise
 
+    def saved(self) -> Checkpoint:
+        """Save, and wait for it."""
+        handle = self.start()
+        try:
+            return handle.result(max(self.left_s(), OUTCOME_GRACE_S))
+        except DeadlineExceeded:
+            with contextlib.suppress(DeadlineExceeded):
+                self.end()  # gives the save up
+            if handle.done():
+                return handle.result(0.0)
+            path, limit_s = handle.path, self.deadline.timeout_s
+            message = f"the save to {path} did not end within {limit_s:g} s; look at the storage, or allow more"
+            raise DeadlineExceeded(message, waited_for=f"save to {path}", timeout_s=limit_s) from None
+
     def start(self) -> SaveHandle:
         saver = self.saver
-        checkpoint = saver.checkpoint(self._request, published=lambda _: saver.leave_to_next())
-        saver.start(self._tree, [checkpoint], step=self._request.step, eager=self._eager, streams=self._streams)
+        checkpoint = saver.checkpoint(self.request, published=lambda _: saver.leave_to_next())
+        saver.start(self._tree, [checkpoint], step=self.request.step, eager=self._eager, streams=self._streams)
         return checkpoint.handle

@@ -137,7 +137,7 @@ def test_ls_tells_states(root: Path) -> None:
         "step-7": ("corrupt", 7),
     }
     assert [name for name, row in rows.items() if row["pinned"]] == ["step-1"]
-    assert [name for name, row in rows.items() if row["latest"]] == ["step-3"]
+    assert [name for name, row in rows.items() if row["latest"]] == ["step-2"]
     assert [name for name, row in rows.items() if not row["resumable"]] == ["step-3"]
     assert found["links"] == {"newest": "step-3"}
     assert found["held_by"] is None
@@ -149,7 +149,87 @@ def test_ls_tells_states(root: Path) -> None:
     assert 0 < one["age_s"] < 1000
     text = run("ls", root).stdout
     assert re.search(r"^ +1 +published, pinned +.* KiB .* step-1$", text, re.MULTILINE), text
-    assert "published, latest, model only, <- newest" in text
+    assert re.search(r"^ +2 +published, latest +.* step-2$", text, re.MULTILINE), text
+    assert "published, model only, <- newest" in text
+    assert document("show", root)["step"] == 3, "the newest, as `holdfast.open` has it"
+
+
+def resumed_from(root: Path, **options: Any) -> int | None:
+    state = {"model": nn.Linear(8, 4), "train": {"epoch": 0}}
+    config = holdfast.CheckpointConfig(load_only=True, **options)
+    with holdfast.CheckpointManager(root, state, config=config) as manager:
+        return manager.restore()
+
+
+def test_the_latest_is_what_a_run_would_resume_from(tmp_path: Path) -> None:
+    """With the default name template; in a root without such names, a run of any."""
+    root, state = tmp_path / "root", {"model": nn.Linear(8, 4), "train": {"epoch": 3}}
+    for template, step in (("ck_{step}", 50), ("step-{step}", 7)):
+        config = holdfast.CheckpointConfig(name_template=template)
+        with holdfast.CheckpointManager(root, state, config=config) as manager:
+            manager.save(step).result()
+        found = document("ls", root)["entries"]
+        assert [(row["step"], row["name"]) for row in found if row["latest"]] == [(step, template.format(step=step))]
+        assert resumed_from(root, name_template=template) == step
+    assert resumed_from(root) == 7
+
+
+def test_a_step_on_another_disk_is_a_step_like_others(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    for step, target in ((2, "../disk/step-2"), (3, str(tmp_path / "disk" / "step-3"))):
+        (root / f"step-{step}").rename(tmp_path / "disk" / f"step-{step}")
+        (root / f"step-{step}").symlink_to(target)
+    (root / "newest").symlink_to("step-3")
+    (root / "same").symlink_to(root / "step-3")
+    (tmp_path / "back").symlink_to(root / "step-1")
+    (root / "first").symlink_to(tmp_path / "back")
+    found = document("ls", root)
+    assert [(row["name"], row["state"]) for row in found["entries"]] == [(f"step-{n}", "published") for n in (1, 2, 3)]
+    assert [row["name"] for row in found["entries"] if row["latest"]] == ["step-2"]
+    assert resumed_from(root) == 2
+    assert found["links"] == {"newest": "step-3", "same": "step-3", "first": "step-1"}
+    (one,) = document("ls", root / "step-2")["entries"]
+    assert (one["path"], one["latest"]) == (str(root / "step-2"), True)
+    assert document("show", root)["path"] == str(root / "step-3")
+    assert document("show", root, "--step", 2)["step"] == 2
+    assert [row["step"] for row in document("verify", root)["checkpoints"]] == [1, 2, 3]
+    assert document("report", root, "-o", tmp_path / "page.html")["included"] == ["step-3", "step-2"]
+    for path in (tmp_path / "disk" / "step-2").glob("*.distcp"):
+        path.write_bytes(bytes(path.stat().st_size))
+    assert not document("verify", root, "--step", 2, status=1)["ok"]
+
+
+def test_a_link_of_a_step_that_leads_nowhere_is_a_finding(root: Path) -> None:
+    """As where the disk isn't mounted. Other links, such as one to the last of a job, may lead nowhere."""
+    (root / "step-5").symlink_to("../disk/step-5")
+    (root / "newest").symlink_to("step-4")
+    rows = document("ls", root, status=1)["entries"]
+    assert [(row["name"], row["state"]) for row in rows if row["error"]] == [("step-5", "corrupt")]
+    assert [row["name"] for row in rows if row["latest"]] == ["step-2"]
+    for options in ((), ("--newest",), ("--step", 5)):
+        (bad,) = [row for row in document("verify", root, *options, status=1)["checkpoints"] if not row["ok"]]
+        assert bad["problems"][0]["message"].startswith(f"{root / 'step-5'} is a link to ../disk/step-5, which doesn't")
+
+
+@pytest.mark.parametrize("how", ["copied", "renamed"])
+def test_a_step_under_the_name_of_another_is_a_finding(how: str, root: Path) -> None:
+    """A run takes it for damaged, and falls back."""
+    if how == "copied":
+        shutil.copytree(root / "step-1", root / "step-7")
+    else:
+        (root / "step-1").rename(root / "step-7")
+    with pytest.warns(UserWarning, match="holds step 1, expected step 7"):
+        assert resumed_from(root) == 2
+    rows = {row["name"]: row for row in document("ls", root, status=1)["entries"]}
+    assert [name for name, row in rows.items() if row["latest"]] == ["step-2"]
+    assert [name for name, row in rows.items() if row["error"]] == ["step-7"]
+    assert (rows["step-7"]["state"], rows["step-7"]["step"]) == ("corrupt", 7)
+    for target in ((root,), (root, "--newest"), (root, "--step", 7), (root / "step-7",)):
+        (bad,) = [row for row in document("verify", *target, status=1)["checkpoints"] if not row["ok"]]
+        assert bad["path"] == str(root / "step-7")
+        assert "holds step 1, expected step 7" in bad["problems"][0]["message"]
+    (root / "step-7").rename(root / "best")  # a name of no step, which nobody resumes from by its number
+    assert document("verify", root)["ok"]
 
 
 def test_ls_tells_a_live_save(tmp_path: Path) -> None:
@@ -221,6 +301,35 @@ def test_show_reads_what_stock_dcp_wrote(tmp_path: Path) -> None:
     next((tmp_path / "stock").glob("*.distcp")).unlink()
     verified = document("verify", tmp_path / "stock", status=1)
     assert (verified["ok"], verified["checkpoints"][0]["checksummed"]) == (False, False)
+
+
+def test_show_lists_the_tensors_of_an_export(made: Path, tmp_path: Path) -> None:
+    """By the headers of its files, as of any directory of Hugging Face's form."""
+    assert run("export", made / "step-1", tmp_path / "hf-1").returncode == 0
+    found = document("show", tmp_path / "hf-1")
+    plain = Path(shutil.copytree(tmp_path / "hf-1", tmp_path / "plain"))
+    (plain / "holdfast.json").unlink()
+    for report in plain.glob("*.report"):
+        report.unlink()
+    assert found["tensors"] == document("show", plain)["tensors"]
+    assert [(row["name"], row["shape"]) for row in found["tensors"]] == [("bias", [4]), ("weight", [4, 8])]
+    assert (found["kind"], found["world"], found["nbytes"]) == ("export", 1, 144)
+    assert "model.safetensors" in [row["name"] for row in found["files"]]
+    text = run("show", tmp_path / "hf-1", "--tree").stdout
+    assert re.search(r"^holds +2 tensors, 144 B; 1 files, .* B$", text, re.MULTILINE), text
+    assert text.splitlines()[-1].split() == ["weight", "128", "B"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_report_includes_any_step_that_is_asked_for(root: Path, tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(4)}, checkpoint_id=root / "step-9", no_dist=True)
+    page = tmp_path / "page.html"
+    assert document("report", root, "-o", page)["included"] == ["step-3", "step-2"]
+    assert document("report", root, "-o", page, "--step", 9, "--step", 1)["included"] == ["step-9", "step-1"]
+    refused = document("report", root, "-o", page, "--step", 8, status=2)["error"]["message"]
+    assert refused.endswith("steps: 1, 2, 3, 9")
+    (root / "step-2" / "holdfast.json").write_text("{}")
+    assert document("report", root, "-o", page, "--step", 2, status=1)["error"]["kind"] == "CheckpointCorrupt"
 
 
 # verify ----------------------------------------------------------------------------------------------------------
@@ -444,6 +553,14 @@ def test_a_name_cannot_steer_the_terminal(tmp_path: Path) -> None:
     assert "\x1b" not in ended.stdout
     assert r"evil\x1b]0;owned\x07\n" in ended.stdout
     assert shown("a\ud800b") == r"a\ud800b"
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "cat"])
+def test_a_message_is_one_line_whatever_the_path(command: str, tmp_path: Path) -> None:
+    ended = run(command, tmp_path / "x\n\r\x1b[31m", *(["w"] if command == "cat" else []))
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.count("\n") == 1
+    assert r"x\n\r\x1b[31m" in ended.stderr
 
 
 def test_words_for_sizes_and_ages() -> None:

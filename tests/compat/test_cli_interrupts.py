@@ -162,19 +162,26 @@ def test_an_interrupt_while_the_interpreter_is_taken_apart_prints_nothing(root: 
     assert b"step" in ended.stdout
 
 
-def test_a_file_that_can_not_grow_is_a_message(root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_a_file_that_can_not_grow_is_a_message(root: Path, tmp_path: Path, to: str) -> None:
     """torch ends its file although a write has failed, and says something else then."""
     limited = "trap '' XFSZ; ulimit -f 20000; exec \"$@\""
     ended = subprocess.run(
-        ["bash", "-c", limited, "bash", *command("convert", root, tmp_path / "out", "--to", "torch")],
+        ["bash", "-c", limited, "bash", *command("convert", root, tmp_path / "out", "--to", to)],
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
         env=environment(),
     )
-    assert (ended.returncode, ended.stderr) == (1, f"holdfast: {tmp_path}/out can't be written: File too large\n")
-    assert not list(tmp_path.iterdir())
+    assert ended.returncode == 1
+    if to == "torch":
+        assert ended.stderr == f"holdfast: {tmp_path}/out can't be written: File too large\n"
+    else:
+        assert ended.stderr.startswith("holdfast: ")
+        assert f"can't write {tmp_path}/" in ended.stderr
+        assert ended.stderr.endswith("File too large\n")
+    assert not [path for path in tmp_path.iterdir() if path.name != ".holdfast"]
 
 
 def test_the_next_prune_removes_what_an_interrupted_one_has_hidden(tmp_path: Path) -> None:

@@ -11,15 +11,19 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import holdfast
+from holdfast.catalog.journal import FileSink, render
 from holdfast.cli.app import main
 from holdfast.storage.locks import RootLock
 
@@ -172,6 +176,84 @@ def test_resume_check_names_what_would_go_on_otherwise(shell: Shell, made: Path,
         assert shell.run("diff", made, made, "--resume-check", option) == 2
 
 
+def test_resume_check_tells_steps_apart(shell: Shell, tmp_path: Path) -> None:
+    """A run goes on from the number that restore() returns, whatever the values."""
+    state = {"model": nn.Linear(2, 2), "train": {"epoch": 1}}
+    for name, step in (("five", 5), ("again", 5), ("six", 6), ("none", None)):
+        holdfast.save(state, tmp_path / name, step=step)
+    five = tmp_path / "five"
+    assert shell.document("diff", five, tmp_path / "again", "--resume-check")["resume"]["alike"]
+    for other, says in (
+        ("six", "step is 5 in the first, 6 in the second"),
+        ("none", "step is 5 in the first, none in the second"),
+    ):
+        found = shell.document("diff", five, tmp_path / other, "--resume-check", status=1)
+        assert found["same"]
+        (line,) = found["resume"]["findings"]
+        assert says in line
+    assert shell.run("diff", five, tmp_path / "six", "--resume-check") == 1
+    assert "do not go on alike" in shell.out
+    assert shell.document("diff", five, tmp_path / "six")["same"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_resume_check_knows_no_step_of_stock_dcp(shell: Shell, tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    state = {"model": {"w": torch.ones(2)}}
+    holdfast.save(state, tmp_path / "ours", step=5)
+    dcp.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
+    for pair in (("ours", "stock"), ("stock", "ours")):
+        found = shell.document("diff", *(tmp_path / name for name in pair), "--resume-check")
+        assert found["resume"] == {"alike": True, "findings": []}
+
+
+def test_diff_of_a_filter_that_matches_nothing_is_wrong_usage(shell: Shell, made: Path) -> None:
+    for extra in ((), ("--structure",)):
+        assert shell.run("diff", made, made, "--filter", "modle.*", *extra) == 2
+        assert "'modle.*' matches no tensor and no object" in shell.err
+        assert shell.out == ""
+    assert shell.document("diff", made, made, "--filter", "modle.*", status=2)["error"]["kind"] == "ConfigError"
+    for pattern in ("model.0.*", "train.epoch"):
+        assert shell.run("diff", made, made, "--filter", pattern) == 0
+        assert shell.run("diff", made, made, "--filter", pattern, "--structure") == 0
+
+
+def test_diff_of_a_filter_that_matches_on_one_side(shell: Shell, tmp_path: Path) -> None:
+    holdfast.save({"w": torch.ones(1)}, tmp_path / "one")
+    holdfast.save({"w": torch.ones(1), "new": 1}, tmp_path / "two")
+    assert shell.document("diff", tmp_path / "one", tmp_path / "two", "--filter", "new", status=1)["objects"]["added"]
+
+
+def test_diff_of_objects_of_any_kind(shell: Shell, tmp_path: Path) -> None:
+    def state(last: float, number: int) -> dict[str, Any]:
+        recent = deque([torch.ones(2), np.array([math.nan, last])], maxlen=3)
+        return {"recent": recent, "stream": io.BytesIO(b"a"), "number": number, "counts": (Counter("ab"),)}
+
+    holdfast.save(state(1.0, 10**5000), tmp_path / "one")
+    holdfast.save(state(1.0, 10**5000), tmp_path / "same")
+    holdfast.save(state(2.0, 10**5000 + 1), tmp_path / "other")
+    found = shell.document("diff", tmp_path / "one", tmp_path / "same", "--resume-check")
+    assert (found["same"], found["objects"]["equal"], found["resume"]["alike"]) == (True, 4, True)
+    found = shell.document("diff", tmp_path / "one", tmp_path / "other", "--resume-check", status=1)
+    changed = {row["name"]: row["first"] for row in found["objects"]["changed"]}
+    assert set(changed) == {"number", "recent"}
+    assert changed["number"] == "<int>"
+
+
+def test_diff_of_numbers_that_float64_has_no_room_for(shell: Shell, tmp_path: Path) -> None:
+    large = torch.tensor([1e200, 2e200], dtype=torch.float64)
+    one = saved(tmp_path / "one", large=large, whole=torch.tensor([2**62]))
+    two = saved(tmp_path / "two", large=large * torch.tensor([1.0, 1.5]), whole=torch.tensor([2**62 + 1]))
+    found = shell.document("diff", one, two, status=1)
+    rows = {row["name"]: row for row in found["changed"]}
+    assert rows["model.large"]["relative"] == pytest.approx(1 / math.sqrt(5))
+    assert rows["model.whole"]["max_abs"] == 1.0
+    assert found["layers"][0]["relative"] == pytest.approx(1 / math.sqrt(5))
+    facts = shell.document("cat", one, "model.large")["statistics"]
+    assert (facts["std"], facts["norm"]) == (pytest.approx(5e199), pytest.approx(math.sqrt(5) * 1e200))
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_diff_of_other_shardings_and_formats(shell: Shell, made: Path, tmp_path: Path) -> None:
     """The same values, stored by stock DCP and as a Hugging Face directory: nothing differs but what isn't there."""
@@ -235,6 +317,15 @@ def test_cat_prints_any_dtype(shell: Shell, tmp_path: Path, dtype: torch.dtype) 
     for name in ("model.w", "model.none"):
         assert shell.run("cat", tmp_path / "one", name) == 0, shell.err
     assert shell.document("cat", tmp_path / "one", "model.w", "--slice", ":3")["shape"] == [3]
+
+
+def test_cat_prints_packed_elements_as_their_bytes(shell: Shell, tmp_path: Path) -> None:
+    saved(tmp_path / "one", w=torch.tensor([1, 255], dtype=torch.uint8).view(torch.float4_e2m1fn_x2))
+    assert shell.run("cat", tmp_path / "one", "model.w") == 0, shell.err
+    assert "255" in shell.out
+    found = shell.document("cat", tmp_path / "one", "model.w")
+    assert (found["dtype"], found["values"]) == ("float4_e2m1fn_x2", [1, 255])
+    assert shell.document("cat", tmp_path / "one", "model.w", "--slice", "1")["values"] == 255
 
 
 def test_cat_describes_values(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,3 +559,80 @@ def test_watch_tells_what_a_job_does(shell: Shell, root: Path) -> None:
     assert told[0] == ("watching", None)
     assert ("published", 500) in told
     assert ("deleted", 300) in told
+
+
+def changes(shell: Shell, root: Path, work: Callable[[], object], *, interval: float, seconds: float) -> list[dict]:
+    """Return what ``watch`` tells while ``work`` is done."""
+    job = threading.Timer(0.5, work)
+    job.start()
+    assert shell.run("watch", root, "--interval", interval, "--for", seconds, "--json") == 0
+    job.join()
+    return [json.loads(line) for line in io.StringIO(shell.out)]
+
+
+@pytest.mark.parametrize("interval", [1.0, 0.05])
+def test_watch_tells_each_save_once_also_those_between_two_looks(shell: Shell, tmp_path: Path, interval: float) -> None:
+    config = holdfast.CheckpointConfig(every=1, keep=holdfast.Keep(last=1))
+    with holdfast.CheckpointManager(tmp_path, {"x": torch.ones(3)}, config=config) as manager:
+        manager.save(1).result()
+
+        def work() -> None:
+            for step in range(2, 22):
+                manager.save(step).result()
+                time.sleep(0.05)
+
+        told = changes(shell, tmp_path, work, interval=interval, seconds=8)
+    for change, steps in {"published": range(2, 22), "deleted": range(1, 21)}.items():
+        rows = [line for line in told if line["change"] == change]
+        assert [(line["step"], line["name"]) for line in rows] == [(step, f"step-{step}") for step in steps]
+        assert {line["kind"] for line in rows} == {"checkpoint"}
+    assert all(line["nbytes"] > 0 for line in told if line["change"] == "published")
+    at = {(line["change"], line.get("step")): number for number, line in enumerate(told)}
+    assert all(at["published", step] < at["deleted", step] for step in range(2, 21))
+    assert all(number < at["published", step] for (change, step), number in at.items() if change == "saving")
+
+
+def test_watch_tells_what_a_root_without_a_journal_has(shell: Shell, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+
+    def work() -> None:
+        for _ in range(2):
+            holdfast.save({"x": torch.ones(3)}, root / "step-1", step=1, overwrite=True)
+            time.sleep(0.5)
+        shutil.rmtree(root / "step-1")
+
+    told = changes(shell, root, work, interval=0.05, seconds=4)
+    assert not (root / ".holdfast" / "journal.jsonl").exists()
+    told = [line for line in told if line["change"] in ("published", "deleted")]
+    assert [line["change"] for line in told] == ["published", "published", "deleted"], "the second replaces the first"
+
+
+def test_watch_tells_of_failures_whatever_the_clock_says(shell: Shell, tmp_path: Path) -> None:
+    """As after a clock was set back, or from a host whose clock is behind."""
+    (tmp_path / ".holdfast").mkdir()
+
+    def fail(step: int, t: float) -> None:
+        row = {"t": t, "run": "a", "kind": "save.failed", "step": step, "name": f"step-{step}", "message": "no room"}
+        sink = FileSink(str(tmp_path))
+        sink.add(render(row))
+        sink.flush(last=True)
+
+    fail(1, 5000.0)
+
+    def work() -> None:
+        for step, t in ((2, 100.0), (3, 5000.0), (4, 9000.0)):
+            fail(step, t)
+
+    told = changes(shell, tmp_path, work, interval=0.05, seconds=2)
+    failed = [line for line in told if line["change"] == "failed"]
+    assert [(line["step"], line["name"], line["message"]) for line in failed] == [
+        (step, f"step-{step}", "no room") for step in (2, 3, 4)
+    ]
+
+
+@pytest.mark.parametrize("arguments", [("nowhere",), (), ("--no-such",)], ids=" ".join)
+def test_errors_of_watch_are_one_a_line_too(shell: Shell, arguments: tuple[str, ...]) -> None:
+    assert shell.run("watch", *arguments, "--json") == 2
+    (line,) = shell.out.splitlines()
+    assert json.loads(line)["error"]["kind"] == "ConfigError"

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from format_fixtures import FIXTURES, MADE_BY
 
 import holdfast
@@ -66,3 +67,39 @@ def test_commands_run_where_torch_cannot_be_imported(places: Path) -> None:
     assert [command for command, _, _ in results if command.startswith("diff file://")]
     page = (places / "report.html").read_text()
     assert "version-3" in page
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_stock_dcp_wrote_keeps_nothing_else_from_being_verified(tmp_path: Path) -> None:
+    """Its ``.metadata`` consists of torch's own classes: that it wasn't verified is a problem of that entry alone."""
+    root = tmp_path / "root"
+    for step in (1, 3):
+        holdfast.save({"w": torch.ones(4)}, root / f"step-{step}", step=step)
+    dcp.save({"w": torch.ones(4)}, checkpoint_id=root / "step-2", no_dist=True)
+    blocked = "import sys; sys.modules['torch'] = None; from holdfast.cli.app import main; main()"
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": str(Path(holdfast.__file__).parents[1])}
+        command = [sys.executable, "-c", blocked, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+
+    ended = run("verify", str(root), "--all", "--json")
+    assert ended.returncode == 1, ended.stderr
+    found = {row["step"]: row for row in json.loads(ended.stdout)["checkpoints"]}
+    assert {step: (row["state"], row["ok"]) for step, row in found.items()} == {
+        1: ("verified", True),
+        2: ("unverified", False),
+        3: ("verified", True),
+    }
+    assert "needs torch" in found[2]["problems"][0]["message"]
+    ended = run("verify", str(root), "--all")
+    assert [line.split(": ")[1].split(" (")[0] for line in ended.stdout.splitlines() if line.startswith("/")] == [
+        "fine",
+        "not verified",
+        "fine",
+    ]
+    ended = run("verify", str(root))
+    assert (ended.returncode, ended.stdout.count(": fine (")) == (0, 2)
+    ended = run("show", str(root), "--step", "2")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "what stock DCP wrote, which needs torch" in ended.stderr

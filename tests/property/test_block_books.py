@@ -32,21 +32,28 @@ class BooksMachine(RuleBasedStateMachine):
         """Reader, block, epoch, version."""
 
     @precondition(lambda self: self.staged is None)
-    @rule(nbytes=st.sampled_from([100, 150, 1000]), how=st.sampled_from(["staged", "aborted", "discarded"]))
+    @rule(
+        nbytes=st.sampled_from([100, 150, 1000]),
+        how=st.sampled_from(["staged", "aborted", "discarded", "unfinished"]),
+    )
     def fill(self, nbytes: int, how: str) -> None:
         kept = {block.number: block.epoch for block in self.books._held.values()}
-        filling = self.books.begin(self.next, nbytes)
-        block = filling.block
+        block = self.books.begin(self.next, nbytes).block
         assert block.number not in kept, "a kept version would be overwritten"
         assert block.nbytes >= nbytes
-        assert all(gone.number not in kept for gone in filling.gone)
-        assert filling.is_new == (block.number not in self.written)
+        gone = [number for number in self.written if self.books.epoch_of(number) is None]
+        assert not kept.keys() & set(gone)
+        is_new = block.number not in self.written
+        assert not is_new or block.number > max(self.written, default=0), "it would be taken for an earlier one"
         assert block.epoch > self.epochs.get(block.number, 0)
-        for gone in filling.gone:
-            assert gone.epoch > self.epochs[gone.number]
-            del self.written[gone.number]
+        for number in gone:
+            del self.written[number]
         self.epochs[block.number] = block.epoch
-        if how == "discarded" and filling.is_new:
+        if how == "unfinished":
+            self.written[block.number] = self.next
+            self.next += 1
+            return
+        if how == "discarded" and is_new:
             self.books.discard(block)
             del self.epochs[block.number]
             return
@@ -60,14 +67,15 @@ class BooksMachine(RuleBasedStateMachine):
         self.next += 1
 
     @precondition(lambda self: self.staged is not None)
-    @rule(ok=st.booleans())
-    def settle(self, ok: bool) -> None:
+    @rule(how=st.sampled_from(["published", "published twice", "aborted", "unfinished"]))
+    def settle(self, how: str) -> None:
         assert self.staged is not None
-        if ok:
-            self.books.publish(self.staged)
+        if how.startswith("published"):
+            for _ in how.split():
+                self.books.publish(self.staged)
             self.published.append(self.staged)
             assert self.books.newest == self.staged
-        else:
+        elif how == "aborted":
             self.books.abort(self.staged)
         self.staged = None
 
@@ -154,7 +162,7 @@ def test_a_reader_that_hangs_costs_one_block_and_is_revoked_first() -> None:
     books.lease("reads", 2, b"")
     publish(3)
     filling = publish(4)  # blocks of 1 and 2 are held by readers: the one of 1 since longer
-    assert (filling.revoked, filling.is_new, books.blocks) == (("hangs",), False, 3)
+    assert (filling.revoked, filling.block.number, books.blocks) == (("hangs",), 1, 3)
     books.forget("reads")
     assert not publish(5).revoked
     assert books.blocks == 3

@@ -34,13 +34,14 @@ from holdfast.catalog.root import (
     is_checkpoint,
     is_stock,
     may_be_published,
+    misnamed,
     named_steps,
     published,
     refuse_occupied,
     step_of,
 )
 from holdfast.errors import CheckpointCorrupt, CheckpointExists, CheckpointNotFound, HoldfastError, StorageError
-from holdfast.format.manifest import COPY_OF, MANIFEST_NAME, OVERWROTE, decode_report, report_name
+from holdfast.format.manifest import COPY_OF, OVERWROTE, decode_report, report_name
 from holdfast.storage.entries import (
     MAX_REPORT_BYTES,
     attempt_id,
@@ -159,7 +160,7 @@ def oldest_first(
         step = manifest.step if known is None and manifest is not None else known
         if step is None:
             return None
-        if manifest is not None and (fault := misplaced(storage, name, manifest, step)) is not None:
+        if manifest is not None and (fault := misnamed(storage.path(name), manifest, step)) is not None:
             return Found(step, name, error=fault, origin=origin_of(manifest))
         if manifest is not None:
             lineage, origin = decode_lineage(manifest.extra), origin_of(manifest)
@@ -172,21 +173,6 @@ def oldest_first(
     # An unreadable checkpoint counts as the last run's: if the newest one is damaged, that must be reported.
     newest = newest_of(row.lineage for row in found if row.lineage)
     return in_order(found, lambda row: (row.step, row.lineage or newest))
-
-
-def misplaced(storage: Readable, name: str, manifest: Manifest, step: int) -> CheckpointCorrupt | None:
-    """Return what is wrong with a checkpoint that is called ``step`` and holds another; None if nothing is.
-
-    Any may be put in the place of step 0, from which only the model is loaded.
-    """
-    if manifest.step in (None, step) or not step:
-        return None
-    path = storage.path(f"{name}/{MANIFEST_NAME}")
-    return CheckpointCorrupt(
-        f"{path} holds step {manifest.step}, expected step {step}: the directory was renamed, copied or exchanged with "
-        "another; rename it to its own step, or load it by its path",
-        path=path,
-    )
 
 
 def _given(manifest: Manifest | HoldfastError | None) -> Manifest | None:
@@ -554,7 +540,7 @@ class Catalog:
                 manifest = read_manifest(storage, name)
                 if manifest is None or manifest.kind != self._kind:
                     return None
-                if (fault := misplaced(storage, name, manifest, step)) is not None:
+                if (fault := misnamed(storage.path(name), manifest, step)) is not None:
                     return fault  # nobody resumes from it, so nothing may go for its sake
                 return manifest.attempt, entry_of(step, manifest, alike=self._alike)
             except (HoldfastError, ValueError) as error:

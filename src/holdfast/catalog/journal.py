@@ -5,7 +5,7 @@
     ROOT/.holdfast/journal/{run}.jsonl     on an object store: one object a run, put whole
 
     manager -> `Journal.note`, hooks -> `Journal.hear` -> queue -> a thread, while it is needed -> one `write` a line
-    readers -> `read_journal`
+    readers -> `read_journal`; those that follow -> `JournalTail`
 
 Guarantees: `note`, `hear` and `step` append to a queue, and never raise or wait: no save fails, or is late, because of
 the journal. What can't be written, or comes faster than it is, is dropped and counted (``journal_dropped`` of
@@ -39,10 +39,11 @@ from holdfast import events
 from holdfast._version import __version__
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage.locks import DIRECTORY
+from holdfast.storage.object_storage import ObjectStorage
 from holdfast.storage.protocol import AnswersRequests
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from holdfast.catalog.retention import Keep
     from holdfast.events import Event
@@ -78,6 +79,10 @@ VERIFIED: Final = "verify"
 NO_RUN: Final = ""
 """The run of lines that no manager wrote, which say nothing of a run."""
 _CUT_BYTES_MAX: Final = 200
+_TAIL_BYTES_MAX: Final = FILE_BYTES_MAX + (1 << 20)
+"""More of a file isn't read."""
+_HEAD_BYTES: Final = 256
+"""Enough of a file's first line to tell it from any other: its time and run."""
 _BEGINNINGS: Final = frozenset(("run.resumed", "step"))
 _TIME_END: Final = 1e11
 _FLAGS: Final = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -653,5 +658,96 @@ def _tail(storage: Readable, name: str) -> bytes:
     size = storage.size(name)
     if not size:
         return b""
-    most = FILE_BYTES_MAX + (1 << 20)
-    return storage.read_range(name, max(0, size - most), min(size, most))
+    return storage.read_range(name, max(0, size - _TAIL_BYTES_MAX), min(size, _TAIL_BYTES_MAX))
+
+
+class JournalTail:
+    """Reads what is added to the journal of a storage, each line once, whatever the clocks do. For one thread.
+
+    In a directory it goes on where it was; once that file is `OLD_FILE`, its rest comes first. Run by run it reads
+    objects that have changed, of which `CUT` counts what was dropped. It misses lines that are dropped, or put aside
+    twice, between two looks.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._begun = False
+        self._head, self._at = b"", 0
+        """How the file begins that is written to, and where the last line ends that was read of it."""
+        self._runs: dict[str, tuple[object, int]] = {}
+        """What changes with the object of each run, and how many lines it has had."""
+
+    def added(self) -> list[dict[str, Any]]:
+        """Return the lines added since the call before, none at first. Raises `StorageError`; the next has them."""
+        head, at = b"", 0
+        rows: list[dict[str, Any]] = []
+        if not isinstance(self._storage, ObjectStorage):
+            head = self._head_of(FILE)
+            if self._begun:
+                at, rows = self._added_to_file(head)
+            else:
+                at = self._last_line_of_file()
+        runs, of_runs = self._added_to_runs()
+        rows = [*rows, *of_runs] if self._begun else []
+        self._head, self._at, self._runs, self._begun = head, at, runs, True
+        return rows
+
+    def _head_of(self, name: str) -> bytes:
+        return self._read(name, 0, _HEAD_BYTES)
+
+    def _read(self, name: str, start: int, nbytes: int) -> bytes:
+        """Return what a file has there, nothing where there is none."""
+        size = self._storage.size(name) or 0
+        return self._storage.read_range(name, start, min(nbytes, size - start)) if size > start else b""
+
+    def _last_line_of_file(self) -> int:
+        """Return where the last whole line ends."""
+        start = max(0, (self._storage.size(FILE) or 0) - LINE_BYTES_MAX)
+        return start + self._read(FILE, start, _TAIL_BYTES_MAX).rfind(b"\n") + 1
+
+    def _added_to_file(self, head: bytes) -> tuple[int, list[dict[str, Any]]]:
+        """Return how far the file that begins with ``head`` is read now, and its new lines, after the older one's."""
+        at = self._at
+        rows: list[dict[str, Any]] = []
+        if not head.startswith(self._head):
+            if self._head_of(OLD_FILE).startswith(self._head):
+                rows = parse_lines(self._read(OLD_FILE, at, _TAIL_BYTES_MAX))[0]
+            at = 0
+        data = self._read(FILE, at, _TAIL_BYTES_MAX)
+        whole = data.rfind(b"\n") + 1
+        return at + whole, rows + parse_lines(data[:whole])[0]
+
+    def _added_to_runs(self) -> tuple[dict[str, tuple[object, int]], list[dict[str, Any]]]:
+        """Return the new state of `_runs`, and the new lines."""
+        runs: dict[str, tuple[object, int]] = {}
+        rows: list[dict[str, Any]] = []
+        for name, now in self._objects():
+            before, known = runs[name] = self._runs.get(name, (None, 0))
+            if before == now:
+                continue
+            try:
+                found = parse_lines(self._read(name, 0, _TAIL_BYTES_MAX))[0]
+            except StorageError:
+                if not self._begun:
+                    raise
+                continue  # it has gone, or the next look reads it
+            lines = [row for row in found if row["kind"] != CUT]
+            count = len(lines) + sum(_dropped(row) for row in found if row["kind"] == CUT)
+            rows += lines[max(0, len(lines) - max(0, count - known)) :]
+            runs[name] = now, count
+        return runs, rows
+
+    def _objects(self) -> Iterator[tuple[str, object]]:
+        """Yield the name of each run's object, oldest first, and what changes with it."""
+        listed: dict[str, object]
+        if isinstance(self._storage, ObjectStorage):
+            listed = {row.name: row[1:] for row in self._storage.list_tree(RUNS)}
+        else:
+            listed = {name: self._storage.size(f"{RUNS}/{name}") for name in self._storage.list_dir(RUNS)}
+        for name in sorted(listed):
+            if name.endswith(".jsonl"):
+                yield f"{RUNS}/{name}", listed[name]
+
+
+def _dropped(row: dict[str, Any]) -> int:
+    return row["lines"] if isinstance(row.get("lines"), int) else 0

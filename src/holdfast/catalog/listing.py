@@ -1,7 +1,7 @@
 """List what a root holds, for people and scripts: checkpoints, attempts and trash. Torch-free.
 
     published    a checkpoint; also pinned, latest, or only a model; or an export
-    corrupt      its manifest is unreadable or missing: it can't be loaded
+    corrupt      can't be resumed from: its manifest is unreadable, missing, or of another step than its name
     newer        a newer Holdfast wrote it, in a format that this one doesn't read; ``error`` names the release
     stock        written by stock DCP: no manifest, no checksums
     in work      an attempt of a running save
@@ -9,10 +9,13 @@
     trash        deleted, its bytes not removed yet
 
 Guarantees: changes nothing, takes no lock; only manifests are read, no data. Entries that vanish meanwhile are skipped.
+A link that leads out of the root is what it leads to: a step may lie on another disk. One to an entry of the same root
+is listed as a link.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from dataclasses import dataclass, field
@@ -20,8 +23,8 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from holdfast.catalog.catalog import Pins, oldest_first
-from holdfast.catalog.root import ask_each, foreign_steps, is_stock, may_be_published, step_of
-from holdfast.errors import ConfigError, HoldfastError, StorageError
+from holdfast.catalog.root import ask_each, foreign_steps, is_stock, may_be_published, misnamed, step_of
+from holdfast.errors import CheckpointCorrupt, ConfigError, HoldfastError, StorageError
 from holdfast.format.manifest import Manifest
 from holdfast.format.sealed import NewerFormat
 from holdfast.storage import leases as lease
@@ -60,6 +63,7 @@ class RootEntry:
     chain: tuple[str, ...] = ()
     """Names of what it is a delta to: an anchor, and other deltas."""
     latest: bool = False
+    """A run with the default name template would resume from it; of a root without such names, any run."""
     held_by: str | None = None
     error: str | None = None
 
@@ -89,14 +93,15 @@ def list_root(path: str) -> RootListing:
         rows, manifests = _checkpoints(storage, names)
         return RootListing(root, (*_attempt_rows(storage), *rows), None, {}, manifests)
     held_by = root_held_by(root)
+    links = _links(root, names)
     hidden = [found for name in names if (found := parse_hidden(name)) is not None]
     unsettled = [row for found in hidden if (row := _hidden_row(storage, found, held_by)) is not None]
-    rows, manifests = _checkpoints(storage, names)
+    rows, manifests = _checkpoints(storage, [name for name in names if name not in links])
     return RootListing(
         root,
         (*sorted(unsettled, key=lambda row: (row.step is None, row.step or 0, row.name)), *rows),
         held_by,
-        _links(root, names),
+        links,
         manifests,
     )
 
@@ -133,11 +138,13 @@ def existing_directory(path: str) -> str:
 def _checkpoints(storage: Storage, names: list[str]) -> tuple[list[RootEntry], dict[str, Manifest]]:
     """Return checkpoints, oldest first, and their manifests; unreadable ones in front, since their place is unknown."""
     pins = _pins(storage)
-    names = [name for name in names if may_be_published(name) and not os.path.islink(storage.path(name))]
+    names = [name for name in names if may_be_published(name)]
     manifests = _manifests(storage, names)
     stock = _stock(storage, manifests)
     found = oldest_first(storage, [*((None, name) for name in names), *stock], manifests=manifests)
-    best = next((row for row in reversed(found) if row.error is None), None)
+    resumable = [row for row in found if row.error is None and row.resumable]
+    usual = [row for row in resumable if step_of(row.name, DEFAULT_TEMPLATE) is not None]
+    latest = (usual or resumable)[-1:]
     state: EntryState
     rows: list[RootEntry] = []
     for row in found:
@@ -162,7 +169,7 @@ def _checkpoints(storage: Storage, names: list[str]) -> tuple[list[RootEntry], d
                 pinned=row.step in pins,
                 resumable=row.resumable,
                 chain=() if manifest is None else tuple(member.name for member in manifest.chain),
-                latest=row is best,
+                latest=row in latest,
             )
         )
     known = {row.name for row in rows}
@@ -172,23 +179,46 @@ def _checkpoints(storage: Storage, names: list[str]) -> tuple[list[RootEntry], d
 
 
 def _manifests(storage: Storage, names: list[str]) -> dict[str, Manifest | HoldfastError | None]:
-    """Read the manifests of ``names``, on a store several at a time; an error stands for one that can't be read."""
+    """Read the manifests of ``names``, on a store several at a time; an error stands for what can't be resumed from."""
 
     def read(name: str) -> Manifest | HoldfastError | None:
+        path = storage.path(name)
         try:
-            return read_manifest(storage, name)
+            manifest = read_manifest(storage, name)
         except HoldfastError as error:
             return error
+        return (lost_link(path) if manifest is None else of_another_step(path, manifest)) or manifest
 
     return dict(zip(names, ask_each(storage, names, read), strict=True))
 
 
+def of_another_step(path: str, manifest: Manifest) -> CheckpointCorrupt | None:
+    """Return the error of a checkpoint that has the default name of another step: a run doesn't resume from it."""
+    if manifest.kind != "checkpoint":
+        return None
+    return misnamed(path, manifest, step_of(os.path.basename(path), DEFAULT_TEMPLATE))
+
+
+def lost_link(path: str) -> CheckpointCorrupt | None:
+    """Return the error of a link that leads nowhere, as to a disk that is not mounted, with a step's default name."""
+    if is_store(path) or not os.path.islink(path) or step_of(os.path.basename(path), DEFAULT_TEMPLATE) is None:
+        return None
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return CheckpointCorrupt(
+            f"{path} is a link to {os.readlink(path)}, which doesn't exist; bring back what it leads to, or remove it",
+            path=path,
+        )
+    except OSError:
+        pass  # reading it tells
+    return None
+
+
 def _stock(storage: Storage, manifests: dict[str, Manifest | HoldfastError | None]) -> list[tuple[int, str]]:
-    """Return (step, name) of what stock DCP wrote; adds to ``manifests`` what it lacks."""
+    """Return (step, name) of what stock DCP wrote among ``manifests``."""
     if not isinstance(storage, ObjectStorage):
-        stock = foreign_steps(storage, DEFAULT_TEMPLATE)
-        manifests.update(_manifests(storage, [name for _, name in stock if name not in manifests]))
-        return stock
+        return [row for row in foreign_steps(storage, DEFAULT_TEMPLATE) if row[1] in manifests]
     steps = [(step_of(name, DEFAULT_TEMPLATE), name) for name, manifest in manifests.items() if manifest is None]
     return [(step, name) for step, name in steps if step is not None and is_stock(storage, name)]
 
@@ -333,15 +363,19 @@ def _pins(storage: Storage) -> frozenset[int]:
 
 
 def _links(root: str, names: list[str]) -> dict[str, str]:
-    links = {}
+    """Return links to entries of the same root, directly or in the end, whatever the path they are given by."""
+    links: dict[str, str] = {}
+    known, real = set(names), os.path.realpath(root)
     for name in names:
+        path = os.path.join(root, name)
         try:
-            target = os.readlink(os.path.join(root, name))
+            target = os.path.join(root, os.readlink(path))
         except OSError:
             continue
-        below = os.path.relpath(os.path.join(root, target), root)
-        if below in names:
-            links[name] = below
+        for found in (target.rstrip("/"), os.path.realpath(path)):
+            parent, entry = os.path.split(found)
+            if entry in known and os.path.realpath(parent) == real:
+                links.setdefault(name, entry)
     return links
 
 
@@ -358,10 +392,10 @@ def _bytes_of(storage: Storage, name: str) -> int:
 
 
 def _changed(path: str) -> str | None:
-    try:
-        return _time_text(os.lstat(path).st_mtime)
-    except OSError:
-        return None
+    for look in (os.stat, os.lstat):  # the latter for a link that leads nowhere
+        with contextlib.suppress(OSError):
+            return _time_text(look(path).st_mtime)
+    return None
 
 
 def _time_text(since_epoch_s: float | None) -> str | None:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar, get_args
 
 from holdfast.cores import take_turns
-from holdfast.errors import CheckpointExists, ConfigError, StorageError
+from holdfast.errors import CheckpointCorrupt, CheckpointExists, ConfigError, StorageError
 from holdfast.format.manifest import (
     MANIFEST_NAME,
     METADATA_NAME,
@@ -29,6 +29,7 @@ from holdfast.validation import NAME_BYTES_MAX, checked_path, is_store, name_fau
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from holdfast.format.manifest import Manifest
     from holdfast.storage.protocol import Readable
 
 _Row = TypeVar("_Row")
@@ -91,6 +92,21 @@ def may_be_published(name: str) -> bool:
 def is_checkpoint(storage: Readable, name: str) -> bool:
     """Return True if Holdfast published ``name``, even if its manifest is damaged or lost. Raises `StorageError`."""
     return storage.size(below(name, MANIFEST_NAME)) is not None or lost_manifest(storage, name)
+
+
+def misnamed(path: str, manifest: Manifest, step: int | None) -> CheckpointCorrupt | None:
+    """Return the error for a directory at ``path`` whose name says ``step``, and its manifest another; None if it fits.
+
+    A name without a step fits, as does step 0, where a run begins with any model.
+    """
+    if not step or manifest.step in (None, step):
+        return None
+    path = f"{path}/{MANIFEST_NAME}"
+    return CheckpointCorrupt(
+        f"{path} holds step {manifest.step}, expected step {step}: the directory was renamed, "
+        "copied or exchanged with another; rename it to its own step, or load it by its path",
+        path=path,
+    )
 
 
 def is_stock(storage: Readable, name: str) -> bool:

@@ -50,6 +50,8 @@ _MODULES: Final = {
     "bench": "bench",
 }
 """Commands, as ``--help`` lists them, and the module of each."""
+_ON_A_LINE: Final = (["watch"], ["view"])
+"""Command lines whose documents are each on one line: they print them while they go on."""
 
 
 def _holdfast(
@@ -99,8 +101,9 @@ def main() -> None:
         if error.name not in ("numpy", "torch"):
             raise
         absent = ConfigError(
-            f"this reads values of tensors or objects, which needs {error.name}, and there is none here: pip install "
-            f"{error.name}; ls, show, verify, prune, report and diff --structure do without"
+            "this reads values of tensors or objects, or what stock DCP wrote, which needs "
+            f"{error.name}, and there is none here: pip install {error.name}; ls and prune do without, and so do show, "
+            "verify, report and diff --structure of what Holdfast wrote"
         )
         _end(absent, as_json=as_json)
     except OSError as error:  # of a working directory that is gone, or of what standard output leads to
@@ -130,7 +133,7 @@ def main() -> None:
 
 def _end(error: HoldfastError, *, as_json: bool) -> NoReturn:
     try:
-        print_error(error, as_json=as_json)
+        print_error(error, as_json=as_json, on_a_line=sys.argv[1:2] in _ON_A_LINE)
         sys.stdout.flush()
     except OSError:
         drop_output()  # what it leads to takes nothing any more

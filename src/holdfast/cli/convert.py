@@ -5,9 +5,10 @@
     Hugging Face directory, *.safetensors                /              hf     a Hugging Face directory (tensors only)
 
 Guarantees: what is read is verified, as far as its format has checksums; nothing in a file of torch.save is executed;
-what is written is there as a whole or not at all, and replaces nothing unless told to.
-Assumes: memory for all of the state; of an export from a checkpoint, for pieces of it. A file that is exported is first
-saved as a checkpoint beside the target.
+what is written is there as a whole or not at all, and replaces nothing unless told to. A checkpoint becomes a copy of
+itself, with what each rank has saved. What another format has no place for is told.
+Assumes: memory for all of the state; of an export from a checkpoint, for pieces of it, and for none of it of a copy. A
+file that is exported is first saved as a checkpoint beside the target.
 """
 
 from __future__ import annotations
@@ -18,20 +19,28 @@ import pathlib
 import secrets
 import shutil
 import tempfile
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
 from holdfast.cli.ls import chosen_source
-from holdfast.cli.output import AsJson, came_of, print_json, shown
+from holdfast.cli.output import AsJson, came_of, plain_number, print_json, shown
 from holdfast.errors import CheckpointExists, ConfigError, StorageError
-from holdfast.loader.checkpoint import Checkpoint
+from holdfast.format.structure import rank_label
+from holdfast.loader.checkpoint import Checkpoint, source_of
+from holdfast.loader.sources.open import open_source
 from holdfast.validation import is_store, located
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from holdfast.format.manifest import Manifest
+
 _SAFETENSORS = ".safetensors"
+_SAID_MAX: Final = 12
+"""How much of what is left out is named on one line."""
 
 Source = Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint, a root (its newest step), or a URL.")]
 Step = Annotated[int | None, typer.Option(help="Which step of a root.")]
@@ -40,6 +49,35 @@ Modules = Annotated[
     list[str] | None,
     typer.Option("--module", metavar="KEY", help="Top-level key to export; '' for tensors without one. Repeatable."),
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Omitted:
+    """What a checkpoint holds and another format doesn't. tensors: how many, by top-level key."""
+
+    tensors: dict[str, int] = field(default_factory=dict)
+    objects: int = 0
+    files: list[str] = field(default_factory=list)
+    step: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """Return one line, empty if nothing is left out."""
+        said = [f"{key} ({_counted(count, 'tensor')})" for key, count in self.tensors.items()]
+        said += [_counted(self.objects, "object")] if self.objects else []
+        said += self.files
+        if len(said) > _SAID_MAX:
+            said[_SAID_MAX:] = [f"{len(said) - _SAID_MAX} more"]
+        said += ["step"] if self.step is not None else []
+        return ", ".join([*said, *(["metrics"] if self.metrics else [])])
+
+    def document(self) -> dict[str, Any]:
+        """Return the member ``left_out`` of the document."""
+        return {**asdict(self), "metrics": {name: plain_number(value) for name, value in self.metrics.items()}}
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def convert(
@@ -55,18 +93,24 @@ def convert(
 ) -> None:
     """Write a checkpoint in another format: dcp (Holdfast's, which stock DCP reads), torch.save's, or Hugging Face's.
 
-    Names, nesting, step, metrics and extra files stay. A delta version becomes a whole one.
+    dcp keeps all: of a checkpoint it is a verified copy, and a delta version becomes a whole one. torch keeps names,
+    nesting and values; hf the tensors of modules. What they leave out is told.
     """
     found = _opened(source, step)
+    left_out = Omitted()
     if to == "hf":
-        _export(found, target, modules=modules, overwrite=overwrite)
+        left_out = _export(found, target, modules=modules, overwrite=overwrite)
     elif modules:
         raise ConfigError("--module is for --to hf; a checkpoint and a file of torch.save have all", field="module")
     elif to == "torch":
         _write_torch(found.state() if isinstance(found, Checkpoint) else found, target, overwrite=overwrite)
+        if isinstance(found, Checkpoint):
+            left_out = Omitted(files=sorted(found.files), step=found.step, metrics=found.metrics)
     else:
         _write_checkpoint(found, target, overwrite=overwrite)
-    _tell("convert", source, target, as_json=as_json, to=to)
+    if not as_json and (told := left_out.text()):
+        typer.echo(f"holdfast: left out: {shown(told)}", err=True)
+    _tell("convert", source, target, as_json=as_json, to=to, left_out=left_out.document())
 
 
 def export(
@@ -169,12 +213,28 @@ def _read_torch(path: str) -> Mapping[str, Any]:
     return found
 
 
-def _export(found: Checkpoint | Mapping[str, Any], target: str, *, modules: list[str] | None, **options: Any) -> None:
+def _export(
+    found: Checkpoint | Mapping[str, Any], target: str, *, modules: list[str] | None, **options: Any
+) -> Omitted:
     from holdfast.export.one_shot import export_hf
 
     with _as_checkpoint(found, located(target)) as checkpoint:
         is_flat = modules is None and len(checkpoint.top_names) == len(checkpoint.tensors)
-        export_hf(checkpoint, target, modules=[""] if is_flat else modules, **options)
+        keys = [""] if is_flat else modules
+        written = Checkpoint(open_source(os.fspath(export_hf(checkpoint, target, modules=keys, **options))))
+        names = set(checkpoint.tensors)
+        if keys == [""]:
+            names -= set(checkpoint.top_names)
+        else:
+            names = {name for name in names if name.partition(".")[0] not in (keys or ["model"])}
+        left = Counter(name.partition(".")[0] for name in sorted(names))
+        return Omitted(
+            tensors=dict(left),
+            objects=len(checkpoint.objects),
+            files=sorted({*checkpoint.files} - {*written.files}),
+            step=checkpoint.step,
+            metrics=checkpoint.metrics,
+        )
 
 
 @contextlib.contextmanager
@@ -201,13 +261,36 @@ def _as_checkpoint(found: Checkpoint | Mapping[str, Any], target: str) -> Iterat
 
 
 def _write_checkpoint(found: Checkpoint | Mapping[str, Any], target: str, *, overwrite: bool) -> None:
-    from holdfast.api import save
+    """Copy a checkpoint as it is where that can be done; otherwise save its state again."""
+    from holdfast.api import save, save_like
+    from holdfast.saver.copies import TIMEOUT_S, can_be_copied, copy_checkpoint
 
     if not isinstance(found, Checkpoint):
         save(found, target, overwrite=overwrite)
         return
+    manifest = found.manifest
+    if manifest is not None and can_be_copied(found.path, manifest):
+        copy_checkpoint(found.path, manifest, target, overwrite=overwrite)
+        return
     files = {name: found.read_file(name) for name in found.files}
-    save(found.state(), target, step=found.step, metrics=found.metrics, files=files, overwrite=overwrite)
+    if manifest is None or manifest.kind == "export":
+        save(found.state(), target, step=found.step, metrics=found.metrics, files=files, overwrite=overwrite)
+        return
+    _refuse_values_of_ranks(found, manifest)
+    save_like(manifest, found.state(), target, files=files, overwrite=overwrite, timeout=TIMEOUT_S)
+
+
+def _refuse_values_of_ranks(found: Checkpoint, manifest: Manifest) -> None:
+    """Raise `ConfigError` if one process can't save again what ranks have saved each for itself."""
+    labels = {rank_label(rank) for rank in range(manifest.world)}
+    own = sorted(".".join(map(str, path)) for path in source_of(found).paths.values() if labels.intersection(path))
+    if own and manifest.world > 1:
+        raise ConfigError(
+            f"{found.path} was saved by {manifest.world} ranks, and has values of each ({own[0]}, ...), which one "
+            "process can't save again: copy all of its files to another place of the same kind by other means, such as "
+            "`aws s3 cp --recursive` or `cp -r`; or convert the checkpoint that it was copied from",
+            field="source",
+        )
 
 
 def _write_torch(state: Mapping[str, Any], target: str, *, overwrite: bool) -> None:

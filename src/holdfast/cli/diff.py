@@ -16,12 +16,12 @@ import typer
 from holdfast.cli.ls import chosen_source
 from holdfast.cli.output import AsJson, plain_number, print_json, print_rows, progress_bar, shown
 from holdfast.errors import ConfigError
-from holdfast.loader.comparison import compare, resume_findings
+from holdfast.loader.comparison import Comparison, compare, resume_findings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from holdfast.loader.comparison import Comparison, TensorChange, TensorKind
+    from holdfast.loader.comparison import TensorChange, TensorKind
 
 _NAMES_MAX: Final = 20
 """Lines of each kind that are printed, unless all are asked for."""
@@ -58,6 +58,8 @@ def diff(
             values=not structure,
             progress=progress,
         )
+    if pattern is not None and found == Comparison():
+        raise ConfigError(f"--filter {pattern!r} matches no tensor and no object of either", field="filter")
     said = resume_findings(one, other, found) if resume_check else []
     if as_json:
         members = {"resume": {"alike": not said, "findings": said}} if resume_check else {}

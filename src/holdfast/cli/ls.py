@@ -82,10 +82,15 @@ def chosen_path(path: str, step: int | None) -> str:
     _, rows = entries_of(directory)
     if step is not None:
         return of_step(directory, rows, step).path
-    newest = [row for row in rows if row.latest] or [row for row in rows if row.state != "stock"][-1:]
+    newest = newest_of(rows) or [row for row in rows if row.state != "stock"][-1:]
     if not newest:
         raise absent(directory)
     return newest[0].path
+
+
+def newest_of(rows: list[RootEntry]) -> list[RootEntry]:
+    """The newest checkpoint of ``rows`` that can be read, as `holdfast.open` takes it: only a model, or of any name."""
+    return [row for row in rows if row.step is not None and row.kind == "checkpoint" and row.error is None][-1:]
 
 
 def chosen_source(path: str, step: int | None) -> CheckpointSource:
@@ -119,8 +124,8 @@ def ls(
 ) -> None:
     """List the checkpoints of a root with size, age and state, and what saves have in work or left behind.
 
-    Reads manifests only, takes no lock and changes nothing. Exit status 1 where a manifest is corrupt, or of a newer
-    Holdfast.
+    Reads manifests only, takes no lock and changes nothing. Exit status 1 where a manifest is corrupt, of a newer
+    Holdfast, or of another step than its directory's name.
     """
     listing = _listing(path)
     if as_json:
@@ -139,12 +144,12 @@ def ls(
 
 def _listing(path: str) -> RootListing:
     directory = existing_directory(path)
-    if os.path.islink(directory):  # such as that to the latest: a root lists what it points to
-        directory = os.path.realpath(directory)
     if not is_one_checkpoint(directory):
-        return list_root(directory)
+        return list_root(os.path.realpath(directory) if os.path.islink(directory) else directory)
     root, name = os.path.split(directory)
     whole = list_root(root)
+    if os.path.islink(directory) and all(row.name != name for row in whole.entries):
+        return _listing(os.path.realpath(directory))  # such as that to the latest: a root lists what it points to
     rows = tuple(row for row in whole.entries if row.name == name) or (stock_entry(directory),)
     return RootListing(root, rows, whole.held_by, {})
 

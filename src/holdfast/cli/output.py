@@ -62,11 +62,14 @@ def prepare_streams() -> tuple[int, int] | None:
 
 
 class _Messages(logging.Handler):
-    """Print what is logged on standard error: names in it can't control a terminal."""
+    """Print what is logged on standard error: names in it can't control a terminal, nor begin a line."""
+
+    _traces: Final = logging.Formatter()
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError, ValueError):  # nobody reads it
-            typer.echo(f"holdfast: {shown(self.format(record), keep=LINES)}", err=True)
+            trace = "" if record.exc_info is None else "\n" + self._traces.formatException(record.exc_info)
+            typer.echo(f"holdfast: {shown(record.getMessage())}{shown(trace, keep=LINES)}", err=True)
 
 
 def _output() -> tuple[int, int] | None:
@@ -157,17 +160,15 @@ _NOT_FOR_MSGSPEC: Final = (UnicodeEncodeError, OverflowError, TypeError, ValueEr
 _BEYOND_ASCII: Final = re.compile("[^\x00-\x7f]+")
 
 
-def print_error(error: HoldfastError, *, as_json: bool) -> None:
-    """The message on standard error; with ``--json`` also a document that says what kind of error it is."""
-    typer.echo(f"holdfast: {shown(_told(error), keep=LINES)}", err=True)
+def print_error(error: HoldfastError, *, as_json: bool, on_a_line: bool = False) -> None:
+    """The message on standard error; with ``--json`` also a document that says what kind of error it is.
+
+    on_a_line: for a command that prints its documents so.
+    """
+    typer.echo(f"holdfast: {shown(_told(error))}", err=True)
     if as_json:
-        print_error_document(error)
-
-
-def print_error_document(error: HoldfastError) -> None:
-    """Print the kind of error as JSON, for scripts."""
-    kind, text = type(error).__name__, _told(error)
-    print_json("error", error={"kind": kind, "message": text, "path": getattr(error, "path", None)})
+        told = {"kind": type(error).__name__, "message": _told(error), "path": getattr(error, "path", None)}
+        (print_line if on_a_line else print_json)("error", error=told)
 
 
 def _told(error: HoldfastError) -> str:

@@ -85,14 +85,19 @@ def report(
 
 
 def _included(summary: dict[str, Any], steps: Sequence[int] | None) -> list[str]:
-    """Return the names of the checkpoints to include, the newest first, or those of ``steps`` as they come."""
-    rows = [row for row in summary["steps"] if row["state"] == "published" and row["kind"] == "checkpoint"]
+    """Return the names of the checkpoints to include, the newest first, or those of ``steps`` as they come.
+
+    Of a step that is asked for, stock DCP's checkpoint is one, and an export where there is no other. One that can't be
+    read says so then.
+    """
+    rows = [row for row in summary["steps"] if row["state"] in ("published", "stock", "corrupt", "newer")]
+    ours = [row for row in rows if row["state"] == "published" and row["kind"] == "checkpoint"]
     if not steps:
-        return [row["name"] for row in rows[:-3:-1]]
-    by_step = {row["step"]: row["name"] for row in rows}
+        return [row["name"] for row in ours[:-3:-1]]
+    by_step = {row["step"]: row["name"] for row in [*rows[::-1], *ours]}
     for step in steps:
         if step not in by_step:
-            have = ", ".join(str(found) for found in by_step) or "none"
+            have = ", ".join(str(found) for found in sorted(found for found in by_step if found is not None)) or "none"
             raise CheckpointNotFound(
                 f"step {step} is not under {summary['root']}; steps: {have}", path=summary["root"], step=step
             )

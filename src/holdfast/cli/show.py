@@ -1,7 +1,7 @@
 """Implement ``holdfast show`` and ``holdfast cat``: what one checkpoint holds, and one value of it.
 
-`show` prints from manifest and reports, and reads no data. It is torch-free for Holdfast's checkpoints; the
-``.metadata`` of stock DCP consists of torch's own classes. `cat` reads and verifies what it prints.
+`show` prints from manifest and reports, of exports from headers, and reads no data. It is torch-free but for stock DCP,
+whose ``.metadata`` consists of torch's own classes. `cat` reads and verifies what it prints.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from holdfast.cli.output import AsJson, age_text, plain_number, print_json, prin
 from holdfast.errors import CheckpointNotFound, ConfigError
 from holdfast.export.verify import is_export
 from holdfast.loader.outline import outline_of
+from holdfast.loader.sources.holdfast import HoldfastSource
+from holdfast.loader.sources.huggingface import has_committed_model, open_committed_hf
 from holdfast.loader.sources.open import open_source
 from holdfast.state.gc_pause import gc_paused
 
@@ -51,12 +53,13 @@ def show(
     """
     source = _opened(path, step)
     outline = outline_of(source)
+    stored = _model_of(source, outline)
     with gc_paused():
-        tensors, objects = _matching(outline.tensors, pattern), _matching(outline.objects, pattern)
+        tensors, objects = _matching(stored, pattern), _matching(outline.objects, pattern)
         if as_json:
             print_json("show", **_document(source, outline, tensors, objects))
             return
-        _print_head(source, outline)
+        _print_head(source, outline, stored)
         if tree:
             sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
             _print_tree({**sizes, **{name: kept.nbytes for name, kept in objects.items()}})
@@ -80,6 +83,13 @@ def _opened(path: str, step: int | None) -> CheckpointSource:
         if step is not None or not is_export(directory):
             raise
         return open_source(directory, exports=True)  # a model of save_pretrained
+
+
+def _model_of(source: CheckpointSource, outline: Outline) -> Mapping[str, OutlinedTensor]:
+    """Return the tensors: of Holdfast's export by the headers of its files, none of one that isn't a whole model."""
+    if not isinstance(source, HoldfastSource) or source.manifest.kind != "export" or not has_committed_model(source):
+        return outline.tensors
+    return outline_of(open_committed_hf(source)).tensors
 
 
 def _matching(rows: Mapping[str, _T], pattern: str | None) -> dict[str, _T]:
@@ -120,9 +130,9 @@ def _document(
     }
 
 
-def _print_head(source: CheckpointSource, outline: Outline) -> None:
+def _print_head(source: CheckpointSource, outline: Outline, stored: Mapping[str, OutlinedTensor]) -> None:
     manifest = source.manifest
-    total = sum(tensor.nbytes for tensor in outline.tensors.values())
+    tensors = f"{len(stored)} tensors, {size_text(sum(tensor.nbytes for tensor in stored.values()))}"
     rows = [("path", source.directory), ("step", "-" if source.step is None else str(source.step))]
     if manifest is None:
         writer = "another program" if is_export(source.directory) else "stock DCP"
@@ -137,9 +147,10 @@ def _print_head(source: CheckpointSource, outline: Outline) -> None:
         rows += [("metrics", ", ".join(f"{name} {value:g}" for name, value in manifest.metrics.items()))]
     if manifest is not None and manifest.kind == "export":
         sizes = [file.size for file in outline.files.values()] + [small.size for small in manifest.files]
-        rows.append(("holds", f"{len(sizes)} files, {size_text(sum(sizes))}"))
+        files = f"{len(sizes)} files, {size_text(sum(sizes))}"
+        rows.append(("holds", f"{tensors}; {files}" if stored else files))
     else:
-        rows.append(("holds", f"{len(outline.tensors)} tensors, {size_text(total)}; {len(outline.objects)} objects"))
+        rows.append(("holds", f"{tensors}; {len(outline.objects)} objects"))
     rows += [("suspicious", f"{row['what']}: {row['message']}") for row in suspicious_in(manifest)]
     for title, text in rows:
         if text:
@@ -342,7 +353,10 @@ def _plain(value: Any) -> Any:
         if value.is_complex():
             value = torch.view_as_real(value)
         if value.is_floating_point():
-            value = value.to(torch.float64)
+            try:
+                value = value.to(torch.float64)
+            except (RuntimeError, NotImplementedError):  # packed fp4: its bytes
+                value = value.view(torch.uint8)
         return _plain(value.tolist())
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}

@@ -1,7 +1,8 @@
 """Implement ``holdfast verify``: compare every byte of checkpoints and exports with its checksum.
 
-Torch-free for Holdfast's checkpoints. For exports, index, headers and other files are checked as well; for directories
-without a manifest, such as those of ``save_pretrained``, only these checks are possible.
+Torch-free for Holdfast's checkpoints; of stock DCP's it says where there is no torch to read them. For exports, index,
+headers and other files are checked as well; for directories without a manifest, such as those of ``save_pretrained``,
+only these checks are possible.
 """
 
 from __future__ import annotations
@@ -13,20 +14,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from holdfast.catalog.journal import note_verified
-from holdfast.catalog.listing import existing_directory, size_text
-from holdfast.cli.ls import absent, entries_of, is_one_checkpoint, of_step
+from holdfast.catalog.listing import existing_directory, lost_link, of_another_step, size_text
+from holdfast.cli.ls import absent, entries_of, is_one_checkpoint, newest_of, of_step
 from holdfast.cli.output import AsJson, print_json, progress_bar, shown
 from holdfast.errors import CheckpointNotFound, ConfigError, HoldfastError
 from holdfast.export.verify import is_export, verify_export
 from holdfast.format.sealed import NewerFormat
-from holdfast.loader.checkpoint import VerifyReport, problem_of, verify_source
+from holdfast.loader.checkpoint import Problem, VerifyReport, problem_of, verify_source
 from holdfast.loader.sources.open import open_source
 from holdfast.storage.local import open_storage
 from holdfast.storage.object_storage import ObjectStorage
 
 if TYPE_CHECKING:
     from holdfast.catalog.listing import RootEntry
-    from holdfast.loader.checkpoint import Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,9 @@ class _Result:
     step: int | None
     report: VerifyReport
     kind: Literal["checkpoint", "export"] = "checkpoint"
-    newer: str | None = None
-    """Why nothing of it was read: a newer Holdfast wrote it. Whether it is ``ok`` isn't known."""
+    state: Literal["verified", "newer", "unverified"] = "verified"
+    error: str | None = None
+    """Why nothing of it was read: a newer Holdfast wrote it, or reading it needs what isn't installed."""
 
 
 def verify(
@@ -50,7 +51,7 @@ def verify(
 
     Of an export for Hugging Face also compare the index with the headers of its files, and see that JSON files parse.
 
-    Exit status 1 where anything is wrong, or was written by a newer Holdfast, which this one can't read. Changes
+    Exit status 1 where anything is wrong, or can't be read: a newer Holdfast wrote it, or it needs torch. Changes
     nothing, and may run beside a job that saves. The journal of a root, where there is one and it may be written to,
     notes when each checkpoint was verified.
     """
@@ -62,7 +63,7 @@ def verify(
         if result is None:
             continue  # retention has taken it away meanwhile
         results.append(result)
-        if result.newer is None:
+        if result.state == "verified":
             note_verified(result.path, result.step, len(result.report.problems))
         if not as_json:
             _print(result)
@@ -94,10 +95,10 @@ def _targets(path: str, step: int | None, *, newest: bool, everything: bool) -> 
 
 def _newest(rows: list[RootEntry]) -> list[RootEntry]:
     """The newest that can be read, and those with higher steps that can't: one of them would be the newest."""
-    latest = [row for row in rows if row.latest] or rows[-1:]
-    top = max((row.step for row in latest if row.step is not None), default=0)
+    newest = newest_of(rows) or rows[-1:]
+    top = max((row.step for row in newest if row.step is not None), default=0)
     newer = [row for row in rows if row.error is not None and row.step is not None and row.step > top]
-    return [*newer, *latest]
+    return [*newer, *newest]
 
 
 def _verified(path: str, step: int | None) -> _Result | None:
@@ -108,20 +109,32 @@ def _verified(path: str, step: int | None) -> _Result | None:
     try:
         source = open_source(path, exports=True)
     except CheckpointNotFound:
-        return None
-    except HoldfastError as error:  # others are still to be verified
-        newer = str(error) if isinstance(error, NewerFormat) else None
-        found = VerifyReport(
-            ok=False, files=0, nbytes=0, checksummed=True, problems=() if newer else (problem_of(error),)
-        )
-        return _Result(path, step, found, kind, newer)
+        lost = lost_link(path)
+        return None if lost is None else _Result(path, step, _unread(problem_of(lost)), kind)
+    except NewerFormat as error:  # others are still to be verified
+        return _Result(path, step, _unread(), kind, "newer", str(error))
+    except HoldfastError as error:
+        return _Result(path, step, _unread(problem_of(error)), kind)
+    except ModuleNotFoundError as error:
+        if error.name not in ("numpy", "torch"):
+            raise
+        why = f"{path} is not verified: reading it needs {error.name}, and there is none here: pip install {error.name}"
+        return _Result(path, step, _unread(Problem(path, None, None, why)), kind, "unverified", why)
     with progress_bar(path) as progress:
         report = verify_source(source, progress)
     if exported:
         report = _as_read(path, report)
+    misnamed = None if source.manifest is None else of_another_step(path, source.manifest)
+    if misnamed is not None:
+        report = replace(report, ok=False, problems=(*report.problems, problem_of(misnamed)))
     if not report.ok and _vanished(path):
         return None
     return _Result(path, source.step, report, kind)
+
+
+def _unread(*problems: Problem) -> VerifyReport:
+    """Report of what can't be opened."""
+    return VerifyReport(ok=False, files=0, nbytes=0, checksummed=True, problems=problems)
 
 
 def _as_read(path: str, report: VerifyReport | None) -> VerifyReport:
@@ -160,8 +173,9 @@ def _vanished(path: str) -> bool:
 
 def _print(result: _Result) -> None:
     report = result.report
-    if result.newer is not None:
-        typer.echo(f"{shown(result.path)}: newer, not verified\n  {shown(result.newer)}")
+    if result.error is not None:
+        why = "newer, not verified" if result.state == "newer" else "not verified"
+        typer.echo(f"{shown(result.path)}: {why}\n  {shown(result.error)}")
         return
     shows = "what an index and headers tell" if result.kind == "export" else "missing bytes"
     checked = "" if report.checksummed else f", which has no checksums: only {shows} would show"
@@ -179,9 +193,9 @@ def _document(result: _Result) -> dict[str, Any]:
         "path": result.path,
         "step": result.step,
         "kind": result.kind,
-        "state": "verified" if result.newer is None else "newer",
-        "ok": report.ok if result.newer is None else None,
-        "error": result.newer,
+        "state": result.state,
+        "ok": None if result.state == "newer" else report.ok,
+        "error": result.error,
         "files": report.files,
         "nbytes": report.nbytes,
         "checksummed": report.checksummed,

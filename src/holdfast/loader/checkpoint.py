@@ -304,11 +304,12 @@ class Checkpoint:
     def state(self) -> dict[str, Any]:
         """Return the nested dict that was saved, read whole and verified: tensors in new host memory, plain objects.
 
-        Mappings are dicts with the keys they had: strings, numbers, None, bytes, tuples of these. Keys of other kinds
-        are their text, as in stock DCP, except in the state of an object. Lists are lists. A module is a dict of its
-        names, an optimizer what `torch.distributed.checkpoint.state_dict` gives; values of each rank are under
-        ``rank-00000``... Older checkpoints have strings for all keys of plain dicts, and no empty ones.
-        Names of a stock checkpoint that doesn't say how they were nested stay flat. Needs memory for all of it.
+        Mappings of any class (OrderedDict, Counter, defaultdict) are plain dicts with the keys they had, not in the
+        order they had: strings, numbers, None, bytes, tuples of these. Keys of other kinds are their text, as in stock
+        DCP, except in the state of an object. Lists are lists; a tuple without tensors is as it was, whatever is in it.
+        A module is a dict of its names, an optimizer what `torch.distributed.checkpoint.state_dict` gives; values of
+        each rank are under ``rank-00000``... Older checkpoints have strings for all keys of plain dicts, and no empty
+        ones. Names of a stock checkpoint that doesn't say how they were nested stay flat. Needs memory for all of it.
         Raises as `read`.
         """
         from holdfast.loader.read import read_boxes  # imports torch

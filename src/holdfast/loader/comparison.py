@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from holdfast.format.manifest import Manifest
     from holdfast.loader.outline import Outline
     from holdfast.loader.sources.holdfast import CheckpointSource
+    from holdfast.loader.values import Values
     from holdfast.plan.read import StoredTensor
 
 PART_BYTES: Final = 8 << 20
@@ -232,16 +234,18 @@ class DifferenceSums:
     def __init__(self) -> None:
         self.elements = self.changed = 0
         self.max_abs = 0.0
-        self.squares = [0.0, 0.0, 0.0]
+        self.squares = [Decimal(0)] * 3
         """Of the first, of the second, and of their difference."""
-        self.dot = 0.0
+        self.dot = Decimal(0)
         self.non_finite = [0, 0]
 
     def add(self, one: torch.Tensor, other: torch.Tensor) -> None:
         """Take in a part. Raises `ConfigError` for dtypes that can't be compared."""
+        import numpy as np
         import torch
 
         from holdfast._torch_compat import as_bytes
+        from holdfast.loader.values import sum_of_products
 
         if one.dtype != other.dtype:
             one, other = (torch.where(each.isnan(), math.nan, each) for each in map(_numbers, (one, other)))
@@ -251,41 +255,40 @@ class DifferenceSums:
         changed = (mine != theirs).any(dim=1)
         self.elements += one.numel()
         self.changed += int(changed.sum())
-        if not changed.any():
-            value = _numbers(one).double()
-            finite = torch.isfinite(value)
-            square = float(value[finite].square().sum())
-            self.squares[0] += square
-            self.squares[1] += square
-            self.dot += square
-            count = int((~finite).sum())
-            self.non_finite[0] += count
-            self.non_finite[1] += count
-            return
-        a, b = _numbers(one).double(), _numbers(other).double()
+        a = _numbers(one).reshape(-1)
+        b = _numbers(other).reshape(-1) if changed.any() else a
         sides = torch.isfinite(a), torch.isfinite(b)
         for side in (0, 1):
             self.non_finite[side] += int((~sides[side]).sum())
         both = sides[0] & sides[1]
-        a, b = a[both], b[both]
-        if a.numel():
-            difference = b - a
-            self.max_abs = max(self.max_abs, float(difference.abs().max()))
-            for at, values in enumerate((a, b, difference)):
-                self.squares[at] += float(values.square().sum())
-            self.dot += float((a * b).sum())
+        if not both.all():  # else no copies
+            a, b = (a[both], b[both]) if b is not a else (a[both],) * 2
+        first, second = a.numpy(), b.numpy()
+        square = sum_of_products(first, first)
+        self.squares[0] += square
+        self.squares[1] += square if b is a else sum_of_products(second, second)
+        self.dot += square if b is a else sum_of_products(first, second)
+        if b is a:
+            return
+        with np.errstate(over="ignore"):
+            difference = _apart(one, other) if one.dtype in (torch.int64, torch.uint64) else second - first
+        most, times = float(np.abs(difference).max(initial=0.0)), 1
+        if math.isinf(most):
+            difference, times = second / 2 - first / 2, 4
+        self.max_abs = max(self.max_abs, most)
+        self.squares[2] += times * sum_of_products(difference, difference)
 
     @property
     def relative(self) -> float:
         """Return the length of the difference against that of the first; infinite if that is 0."""
-        first, _, difference = map(math.sqrt, self.squares)
-        return difference / first if first else (math.inf if difference else 0.0)
+        first, _, difference = self.squares
+        return float((difference / first).sqrt()) if first else (math.inf if difference else 0.0)
 
     @property
     def cosine(self) -> float | None:
         """Return that of the angle between both; None if one of them is 0."""
-        first, second, _ = map(math.sqrt, self.squares)
-        return None if not first or not second else max(-1.0, min(1.0, self.dot / (first * second)))
+        first, second, _ = self.squares
+        return max(-1.0, min(1.0, float(self.dot / (first * second).sqrt()))) if first and second else None
 
     def change(self, name: str, dtype: str, shape: tuple[int, ...]) -> TensorChange:
         """Return what became of the tensor."""
@@ -309,6 +312,16 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
         return as_bytes(flat.contiguous()).to(torch.float64)
 
 
+def _apart(one: torch.Tensor, other: torch.Tensor) -> Values:
+    """Return how far 64-bit whole numbers are apart: subtracted as such, of which float64 has only 53 bits."""
+    import numpy as np
+
+    a, b = (tensor.reshape(-1).numpy() for tensor in (one, other))
+    # Modulo 2**64, so that the widest distance of signed ones has room too.
+    apart: np.ndarray[Any, Any] = np.maximum(a, b).view(np.uint64) - np.minimum(a, b).view(np.uint64)
+    return apart.astype(np.float64)
+
+
 # Objects and files ------------------------------------------------------------------------------------------------
 
 _TEXT_MAX: Final = 120
@@ -329,6 +342,7 @@ def _compare_objects(
         found.objects_unknown = both
         return
     from holdfast.loader.checkpoint import read_objects
+    from holdfast.loader.object_digest import are_equal  # imports torch
 
     mine, theirs = read_objects(first[0], both), read_objects(second[0], both)
     for name in both:
@@ -339,31 +353,11 @@ def _compare_objects(
 
 
 def _text(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested deeply; a whole number of more digits than Python writes
+        text = f"<{type(value).__name__}>"
     return text if len(text) <= _TEXT_MAX else f"{text[:_TEXT_MAX]}…"
-
-
-def are_equal(one: Any, other: Any) -> bool:
-    """Return True if two plain objects are equal: of one type, tensors and arrays bit by bit, a NaN equal to itself."""
-    import numpy as np
-    import torch
-
-    from holdfast._torch_compat import as_bytes
-
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        same = bool(one.dtype == other.dtype and one.shape == other.shape)
-        return same and torch.equal(as_bytes(one.detach().contiguous()), as_bytes(other.detach().contiguous()))
-    if isinstance(one, np.ndarray):
-        return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
-    if isinstance(one, Mapping):
-        return list(one) == list(other) and all(are_equal(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(are_equal, one, other))
-    if isinstance(one, float):
-        return one.hex() == float(other).hex()
-    return bool(one == other)
 
 
 def _other_files(first: Manifest | None, second: Manifest | None) -> list[str]:
@@ -383,14 +377,18 @@ def _other_files(first: Manifest | None, second: Manifest | None) -> list[str]:
 def resume_findings(first: CheckpointSource, second: CheckpointSource, found: Comparison) -> list[str]:
     """Return why two runs that resume from these would not go on alike, a sentence each; empty if they would.
 
-    Both have to have been compared whole, with values.
+    Both have to have been compared whole, with values. Stock DCP tells neither step nor number of ranks: its runs keep
+    them in their objects.
     """
     said: list[str] = []
     for which, source in (("first", first), ("second", second)):
         manifest = source.manifest
         if manifest is not None and not manifest.resumable:
             said.append(f"the {which} holds a model only: no run can resume from it")
-    if first.world != second.world:
+    if first.manifest is not None and second.manifest is not None and first.manifest.step != second.manifest.step:
+        one, other = ("none" if step is None else step for step in (first.manifest.step, second.manifest.step))
+        said.append(f"the step is {one} in the first, {other} in the second: a run goes on from it")
+    if None not in (first.world, second.world) and first.world != second.world:
         said.append(
             f"they were saved by {first.world} and {second.world} ranks: values of each rank, such as random states, "
             "are derived anew on another number of ranks"

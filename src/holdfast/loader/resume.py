@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from holdfast import events
-from holdfast.catalog.catalog import TOLD_MAX, misplaced
+from holdfast.catalog.catalog import TOLD_MAX
+from holdfast.catalog.root import misnamed
 from holdfast.catalog.tiers import Choice, Choices, CopyAt
 from holdfast.catalog.tiers import outlook as tiers_outlook
 from holdfast.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, HoldfastError, StorageError
@@ -179,7 +180,7 @@ class Resumer:
             manifest = read_manifest(storage, name) if step else None
         except HoldfastError:
             manifest = None  # loading it will tell
-        error = None if manifest is None else misplaced(storage, name, manifest, step)
+        error = None if manifest is None else misnamed(storage.path(name), manifest, step)
         if error is not None:
             raise error
         return storage.path(name)

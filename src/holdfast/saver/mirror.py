@@ -38,8 +38,7 @@ from holdfast.coordination.failure import AttemptAborted, RankFailure
 from holdfast.engine.client import EngineClient
 from holdfast.engine.shared import process_engine
 from holdfast.errors import CheckpointCorrupt, ConfigError, DeadlineExceeded, HoldfastError, SaveFailed, StorageError
-from holdfast.format.manifest import COPY_OF, OVERWROTE, AttemptPlan, Manifest, ManifestReport, decode_report
-from holdfast.format.sealed import xxh3_128
+from holdfast.saver.copies import directory_of, plan_of_copy
 from holdfast.saver.delivery import (
     ENGINE_GRACE_S,
     ORPHAN_GRACE_S,
@@ -49,7 +48,7 @@ from holdfast.saver.delivery import (
 )
 from holdfast.saver.preflight import check_deletes
 from holdfast.saver.startup import settle_root
-from holdfast.storage.entries import MAX_REPORT_BYTES, attempt_id, read_manifest
+from holdfast.storage.entries import read_manifest
 from holdfast.storage.protocol import DirectoryTarget
 
 if TYPE_CHECKING:
@@ -59,6 +58,7 @@ if TYPE_CHECKING:
     from holdfast.commit.attempt import Attempt
     from holdfast.config import CheckpointConfig
     from holdfast.coordination.group import Group
+    from holdfast.format.manifest import Manifest, ManifestReport
     from holdfast.saver.delivery import Planned
     from holdfast.storage.protocol import Storage, StorageLock
 
@@ -545,44 +545,16 @@ class Mirror:
         """Return the plan of the copy, made of what the local manifest and reports say."""
         del timeout_s
         manifest = self._manifest(note)
-        planned = tuple(self._files_of(note.name, line) for line in manifest.reports)
-        contents: dict[str, bytes] = {}
-        for file in manifest.files:
-            path = f"{note.name}/{file.name}"
-            contents[file.name] = data = self._local.read_file(path, max_bytes=max(file.size, 1))
-            if len(data) != file.size or xxh3_128(data) != file.digest:
-                raise StorageError(f"{self._local.path(path)} is damaged", path=path, errno=errno.EBADMSG)
-        extra = {key: value for key, value in manifest.extra.items() if key != OVERWROTE}
-        extra[COPY_OF] = note.origin
         with self._changed:
             overwrite = note.name in (self._remote or {})
-        own = attempt_id()
-        plan = AttemptPlan(
-            attempt=own,
-            name=note.name,
-            step=manifest.step,
-            world=manifest.world,
-            planned=planned,
-            manifest=msgspec.structs.replace(manifest, attempt=own, reports=(), extra=extra),
-            overwrite=overwrite,
-        )
-        return plan, contents
-
-    def _files_of(self, name: str, line: ManifestReport) -> tuple[tuple[str, int], ...]:
-        path = f"{name}/{line.name}"
-        data = self._local.read_file(path, max_bytes=MAX_REPORT_BYTES)
-        if xxh3_128(data) != line.digest:
-            raise StorageError(f"{self._local.path(path)} is damaged", path=path, errno=errno.EBADMSG)
-        return tuple((file.name, file.size) for file in decode_report(data, path=path).files)
+        return plan_of_copy(self._local, note.name, manifest, name=note.name, overwrite=overwrite)
 
     def _persist(self, note: Note, attempt: Attempt) -> list[ManifestReport]:
         """Have this rank's share of the files copied: its own, or some of those of a world of another size."""
         manifest = self._manifest(note)
         rank, world = self._group.rank, self._group.world
         lines = [line for line in manifest.reports if line.rank % world == rank]
-        target = self._local.target(note.name)
-        assert isinstance(target, DirectoryTarget)
-        with target:
+        with directory_of(self._local, note.name) as target:
             found = [self._runner.copy(attempt, target.fd, line, world=manifest.world) for line in lines]
         events.count("bytes_mirrored", sum(line.nbytes for line in found))
         return found

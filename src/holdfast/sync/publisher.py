@@ -184,6 +184,7 @@ class Publisher:
             RootLocked: another publisher has taken the place of this one at its rendezvous.
             CheckpointCorrupt: a receiver got other bytes than were sent. PeerLost: a publisher rank ended.
             DeadlineExceeded: no receiver, or not all ranks, in time.
+            StorageError: no memory, descriptor, or place in the rendezvous. HoldfastError: nobody is served any more.
         """
         self._check_open()
         deadline = Deadline.after(checked_seconds("timeout", timeout))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from holdfast.catalog.journal import NO_RUN, VERIFIED, is_time
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from holdfast.catalog.journal import JournalLines
 
@@ -27,6 +27,8 @@ _TOLD: Final = frozenset(
 VERSION_EVENTS_MAX: Final = 2_000
 _SETTLED: Final = {"rolled_forward": "rolled forward", "removed": "removed"}
 """Outcomes of saves that a kill has hit, by what a recovery tells."""
+_FOUND: Final = ("run.resumed", "load.finished", "checkpoint.deleted")
+"""Kinds that tell of an entry that was published."""
 
 
 def _time(value: object) -> float | None:
@@ -54,14 +56,42 @@ def text_of(value: object, most: int = 1000) -> str | None:
 # Saves and other events ----------------------------------------------------------------------------------------
 
 
-def saves_of(journal: JournalLines) -> list[dict[str, Any]]:
+def saves_of(
+    journal: JournalLines, rows: Sequence[Mapping[str, Any]] = (), *, at_work: bool = True
+) -> list[dict[str, Any]]:
     """Return every save, oldest first; of those before `RANK_ROWS_MAX` rows no ranks.
 
     Its outcome is ``"published"``, ``"failed"`` or ``"started"``, which is in work; of one that a kill hit, what the
-    next start did with it, ``"rolled forward"`` or ``"removed"``, or ``"cut off"`` where that isn't known.
+    next start did with it, ``"rolled forward"`` or ``"removed"``, or ``"cut off"``. A kill may also have hit only the
+    line that tells the outcome: a save is published, too, if the root has its entry, or a later line tells of it.
+
+    rows: the root's entries, as the page's ``steps``. at_work: whether somebody may be saving there now.
     """
+    ended, open_ = _saves_in(journal)
+    _find_entries(open_, {save["attempt"] for save in ended} - {None}, rows)
+    over = {line["run"] for line in journal.lines if line["kind"] == "run.ended"}
+    last = next((line["run"] for line in reversed(journal.lines) if line["run"] != NO_RUN), None)
+    for save in open_:
+        if save["outcome"] == "started" and (not at_work or save["run"] in over or save["run"] != last):
+            save["outcome"] = "cut off"
+    saves = sorted((*ended, *open_), key=lambda save: (save["began"], save["t"]))[-SAVES_MAX:]
+    left = RANK_ROWS_MAX
+    for save in reversed(saves):  # from the newest on: of older ones they aren't even looked at
+        ranks = save["ranks"] if isinstance(save["ranks"], list) else []
+        left -= len(ranks)
+        save["ranks"] = list(_rank_rows(ranks)) if left >= 0 else []
+        if left < 0 and ranks:
+            save["ranks_left_out"] = True
+        del save["attempt"]
+    return saves
+
+
+def _saves_in(journal: JournalLines) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the saves whose outcome was written, and the others, with what later lines tell of them."""
     ended: list[dict[str, Any]] = []
     open_: dict[tuple[str | None, str | None, int | None], dict[str, Any]] = {}
+    standing: set[str | None] = set()
+    """Names whose publication was written: what is told of them later is of that save."""
     for line in journal.lines:
         kind = line["kind"]
         key = (text_of(line.get("run"), 64), text_of(line.get("name"), 300), step_of(line.get("step")))
@@ -70,24 +100,32 @@ def saves_of(journal: JournalLines) -> list[dict[str, Any]]:
         elif kind in ("save.published", "save.failed"):
             open_.pop(key, None)
             ended.append(_save(line, kind.removeprefix("save.")))
+            if kind == "save.published":
+                standing.add(key[1])
         elif kind == "recovery" and (outcome := _SETTLED.get(text_of(line.get("what")) or "")):
             for save in open_.values():
                 if save["name"] == key[1] and save["outcome"] == "started":
                     save["outcome"] = outcome
-    over = {line["run"] for line in journal.lines if line["kind"] == "run.ended"}
-    last = next((line["run"] for line in reversed(journal.lines) if line["run"] != NO_RUN), None)
-    for (run, _, _), save in open_.items():
-        if save["outcome"] == "started" and (run in over or run != last):
-            save["outcome"] = "cut off"
-    saves = sorted((*ended, *open_.values()), key=lambda save: (save["began"], save["t"]))[-SAVES_MAX:]
-    left = RANK_ROWS_MAX
-    for save in reversed(saves):  # from the newest on: of older ones they aren't even looked at
-        rows = save["ranks"] if isinstance(save["ranks"], list) else []
-        left -= len(rows)
-        save["ranks"] = list(_rank_rows(rows)) if left >= 0 else []
-        if left < 0 and rows:
-            save["ranks_left_out"] = True
-    return saves
+        elif kind in _FOUND:
+            for save in open_.values():
+                is_meant = key[2] == save["step"] is not None and key[1] in (None, save["name"])
+                if is_meant and save["outcome"] == "started" and save["name"] not in standing:
+                    save["outcome"] = "published"
+            if kind == "checkpoint.deleted":
+                standing.discard(key[1])
+    return ended, list(open_.values())
+
+
+def _find_entries(open_: list[dict[str, Any]], known: set[str | None], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Mark those of ``open_`` as published that have made an entry of the root; known: attempts of other saves."""
+    made = {row["name"]: row for row in rows if row["state"] == "published" and row["created"] is not None}
+    for save in reversed(open_):
+        row = made.get(save["name"])
+        if row is None or save["outcome"] != "started" or row["created"] < save["began"]:
+            continue
+        if row["step"] == save["step"] and row.get("attempt") not in known:
+            save["outcome"], save["nbytes"] = "published", row["nbytes"]
+            del made[save["name"]]
 
 
 def _save(line: dict[str, Any], outcome: str) -> dict[str, Any]:
@@ -103,6 +141,7 @@ def _save(line: dict[str, Any], outcome: str) -> dict[str, Any]:
         "outcome": outcome,
         "step": step_of(line.get("step")),
         "name": text_of(line.get("name"), 300),
+        "attempt": text_of(line.get("attempt"), 100),
         "kind": text_of(line.get("kind_of"), 20) or "checkpoint",
         "nbytes": number_of(line.get("nbytes")),
         **phases,

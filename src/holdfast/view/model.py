@@ -15,24 +15,29 @@ import math
 import time
 from dataclasses import replace
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from holdfast._version import __version__
 from holdfast.catalog.catalog import entry_of
 from holdfast.catalog.course import PARENT
-from holdfast.catalog.journal import scan_journal
+from holdfast.catalog.journal import PUT_EVERY_S, scan_journal
 from holdfast.catalog.listing import list_root, suspicious_in
 from holdfast.catalog.retention import Best, CheckpointEntry, Keep, newest_of, reasons_to_keep
 from holdfast.errors import ConfigError
 from holdfast.storage.local import open_storage
+from holdfast.validation import is_store
 from holdfast.view.journal import events_of, saves_of, verified_in
 from holdfast.view.runs import TrainingRun, goodput_of, runs_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from holdfast.catalog.journal import JournalLines
     from holdfast.catalog.listing import RootEntry, RootListing
     from holdfast.format.manifest import Manifest
+
+_YOUNG_S: Final = 2 * PUT_EVERY_S
+"""A run on a store writes that often, if it goes on."""
 
 
 def summary_of(path: str) -> dict[str, Any]:
@@ -45,7 +50,7 @@ def summary_of(path: str) -> dict[str, Any]:
     # Where the run's own rules are unknown, `Keep(last=0)` keeps what always stays, and nothing else.
     kept = reasons_to_keep(list(entries.values()), keep or Keep(last=0))
     rows = _steps(listing, entries, kept, verified_in(journal))
-    saves = saves_of(journal)
+    saves = saves_of(journal, rows, at_work=is_at_work(listing, journal))
     return {
         "schema": 1,
         "root": listing.path,
@@ -66,6 +71,17 @@ def summary_of(path: str) -> dict[str, Any]:
         "events": events_of(journal),
         "goodput": goodput_of(runs),
     }
+
+
+def is_at_work(listing: RootListing, journal: JournalLines) -> bool:
+    """Return True if somebody holds the root, or an attempt there is in work.
+
+    On a store, which no one holds, a save that is staged has no attempt yet: there also if the journal is young.
+    """
+    if listing.held_by or any(row.state == "in work" for row in listing.entries):
+        return True
+    written = max((line["t"] for line in journal.lines), default=0.0)
+    return is_store(listing.path) and time.time() - written < _YOUNG_S
 
 
 def _entries(listing: RootListing) -> dict[str, CheckpointEntry]:

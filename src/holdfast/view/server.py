@@ -24,7 +24,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Final
 
 from holdfast.errors import CheckpointNotFound, ConfigError, HoldfastError, StorageError
-from holdfast.storage.locks import DIRECTORY
+from holdfast.storage.locks import DIRECTORY, root_held_by
 from holdfast.validation import is_store
 from holdfast.view.model import summary_of
 from holdfast.view.page import encode_json, policy, render_page
@@ -72,7 +72,7 @@ class LiveRoot:
         """Return what is the same as long as nothing has changed in the root, as far as a few looks tell."""
         if is_store(self.path):
             return time.monotonic() // STORE_QUIET_S
-        found = []
+        found: list[object] = [root_held_by(self.path)]
         for name in _WATCHED:
             try:
                 seen = os.stat(os.path.join(self.path, name))

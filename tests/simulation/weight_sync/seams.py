@@ -100,6 +100,11 @@ def open_group(process_group, *, purpose):
     return Group(rank, job.world, tuple(range(job.world)), fabric.Board(rank, job.world, job.board))
 
 
+def cannot_answer(_server, _who, error):
+    """Nothing that is simulated keeps a publisher from answering: it ends, and that is found."""
+    raise error
+
+
 def receiver_name():
     return f"{getcurrent().process.name}:{next(Current.sim.numbers)}"
 
@@ -170,7 +175,9 @@ def _seams():
     yield publishing, "Served", served
     yield publishing, "Books", CheckedBooks
     yield publishing, "BlockDeltas", CheckedDeltas
+    yield publishing.BlockPublishing, "_let_in", lambda _half: None
     yield serving, "_is_same_user", lambda _sock: True
+    yield serving.BlockServer, "_give_up", cannot_answer
     yield receiving, "HeldMirrors", CheckedMirrors
     yield peers, "Image", memory.DeltaImage
     yield receiving, "_LOOK_S", 0.05
@@ -179,6 +186,7 @@ def _seams():
     yield block.MappedBlock, "__init__", memory.map_block
     yield block.MappedBlock, "epoch", property(memory.epoch_of)
     yield block.BlockMemory, "begin", memory.begin
+    yield block, "_read_only", lambda _fd: None
     yield block.BlockMemory, "read_only_fd", property(memory.read_only_fd)
     yield block, "usable_cores", lambda _: 1
     yield block, "_JOB_EXTENTS", 1

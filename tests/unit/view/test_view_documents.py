@@ -10,16 +10,19 @@ import math
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 import holdfast
+from holdfast.catalog.journal import JournalLines
+from holdfast.catalog.listing import RootListing
 from holdfast.errors import CheckpointNotFound, ConfigError
 from holdfast.loader.checkpoint import open_checkpoint, source_of
 from holdfast.loader.comparison import compare
-from holdfast.view.model import summary_of
+from holdfast.view.model import is_at_work, summary_of
 from holdfast.view.page import policy, render_page
 from holdfast.view.statistics import all_statistics, difference_of, statistics_of
 from holdfast.view.tensors import tensors_of
@@ -77,6 +80,54 @@ def test_without_a_journal_only_what_always_holds_keeps_a_step(root, tmp_path):
     assert rows[400]["kept"] == []
     assert [save["step"] for save in summary["saves"]] == [100, 200, 300, 400, 250], "by time"
     assert {save["stall_s"] for save in summary["saves"]} == {None}
+
+
+JOB = """
+import os, sys, torch, holdfast
+manager = holdfast.CheckpointManager(sys.argv[1], {"w": torch.ones(4)}, process_group="alone")
+for step in (1, 2, 3):
+    manager.save(step).result()
+print(len(manager.steps()), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_killed_process_has_published_is_not_in_work(tmp_path):
+    """The line that tells of it comes a moment after the save has ended: here it is taken out again."""
+    command = [sys.executable, "-c", JOB, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == b"3\n"
+        journal = tmp_path / ".holdfast" / "journal.jsonl"
+        ends_at = time.monotonic() + 60
+        while journal.read_text().count('"save.published"') < 3:
+            assert time.monotonic() < ends_at
+            time.sleep(0.01)
+        lines = journal.read_text().splitlines(keepends=True)
+        lines = [line for line in lines if not ('"save.published"' in line and '"step":3' in line)]
+        journal.write_text("".join(lines))
+        assert outcomes_of(tmp_path) == ["published"] * 3, "also while it lives"
+        hidden = tmp_path / "step-3"
+        hidden.rename(tmp_path.parent / "step-3")
+        assert outcomes_of(tmp_path) == ["published", "published", "started"]
+        job.kill()
+    assert outcomes_of(tmp_path) == ["published", "published", "cut off"]
+    (tmp_path.parent / "step-3").rename(hidden)
+    assert outcomes_of(tmp_path) == ["published"] * 3
+
+
+@pytest.mark.parametrize(
+    ("path", "age_s", "expected"), [("s3://b/r", 5, True), ("s3://b/r", 90, False), ("/r", 5, False)]
+)
+def test_on_a_store_somebody_is_at_work_while_the_journal_is_young(path, age_s, expected):
+    """There a save that is staged has no attempt yet, and no one holds the root."""
+    journal = JournalLines([{"t": time.time() - age_s, "run": "a", "kind": "step"}])
+    assert is_at_work(RootListing(path, (), None, {}), journal) == expected
+    assert not is_at_work(RootListing(path, (), None, {}), JournalLines([]))
+
+
+def outcomes_of(root: Path) -> list[str]:
+    return [save["outcome"] for save in summary_of(str(root))["saves"]]
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,73 @@ def test_saves_that_a_kill_has_hit_are_not_in_work(tmp_path):
     assert [save["outcome"] for save in saves_of(ended)] == ["cut off"]
 
 
+OPEN_3 = ("save.started", 30.0)
+OF_3 = {"step": 3, "name": "step-3"}
+
+
+def outcomes(root: Path, *lines: str, **told: object) -> list[tuple[int, str]]:
+    return [(save["step"], save["outcome"]) for save in saves_of(journal_of(root, *lines), **told)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [("run.resumed", {"step": 3}), ("load.finished", OF_3), ("checkpoint.deleted", OF_3)],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_save_whose_outcome_is_lost_is_published_if_a_later_run_found_it(tmp_path, kind, fields):
+    """The process was killed between the publication and its line."""
+    killed = [line("save.started", 20.0, step=2, name="step-2"), line(*OPEN_3, **OF_3)]
+    later = [line("run.started", 40.0, run="b"), line(kind, 41.0, run="b", **fields)]
+    assert outcomes(tmp_path, *killed, *later) == [(2, "cut off"), (3, "published")]
+    assert outcomes(tmp_path, *later, *killed, line("run.ended", 42.0)) == [(2, "cut off"), (3, "cut off")], (
+        "not before"
+    )
+
+
+def test_a_later_line_about_the_entry_that_was_to_be_replaced_says_nothing(tmp_path):
+    lines = [
+        line("save.published", 10.0, attempt="a1", **OF_3),
+        line(*OPEN_3, **OF_3),
+        line("run.started", 40.0, run="b"),
+        line("run.resumed", 41.0, run="b", step=3),
+    ]
+    assert outcomes(tmp_path, *lines) == [(3, "published"), (3, "cut off")]
+    removed = [*lines[1:3], line("recovery", 40.5, run="b", name="step-3", what="removed"), lines[3]]
+    assert outcomes(tmp_path, *removed) == [(3, "removed")], "what the next start did with it is known"
+
+
+def entry(created: float | None, **fields: object) -> dict:
+    return {"name": "step-3", "step": 3, "state": "published", "created": created, "nbytes": 7, **fields}
+
+
+def test_a_save_whose_outcome_is_lost_is_published_if_the_root_has_its_entry(tmp_path):
+    lines = [line("save.published", 10.0, attempt="a1", **OF_3), line(*OPEN_3, **OF_3)]
+    (_, found) = saves_of(journal_of(tmp_path, *lines), [entry(30.5, attempt="a2")], at_work=False)
+    assert (found["outcome"], found["nbytes"]) == ("published", 7)
+    others = [
+        entry(30.5, attempt="a1"),
+        entry(29.5, attempt="a2"),
+        entry(None, attempt="a2"),
+        entry(30.5, attempt="a2", state="corrupt"),
+        entry(30.5, attempt="a2", name="step-4"),
+    ]
+    for other in others:
+        assert outcomes(tmp_path, *lines, rows=[other], at_work=False)[1] == (3, "cut off"), other
+
+
+def test_one_entry_is_of_one_save(tmp_path):
+    """Killed at step 3, removed by hand, and saved by the next run, which was killed, too."""
+    lines = [line(*OPEN_3, **OF_3), line("run.started", 40.0, run="b"), line("save.started", 50.0, run="b", **OF_3)]
+    assert outcomes(tmp_path, *lines, rows=[entry(51.0)], at_work=False) == [(3, "cut off"), (3, "published")]
+    assert outcomes(tmp_path, *lines, rows=[entry(31.0)], at_work=True) == [(3, "published"), (3, "started")]
+
+
+def test_without_anybody_at_work_in_the_root_no_save_is(tmp_path):
+    lines = [line("run.started", 1.0), line(*OPEN_3, **OF_3)]
+    assert outcomes(tmp_path, *lines, at_work=True) == [(3, "started")]
+    assert outcomes(tmp_path, *lines, at_work=False) == [(3, "cut off")]
+
+
 def test_fields_of_a_wrong_type_are_unknown(tmp_path):
     rows = [[0, None, 1, 2, 3, 4], [1], "x", ["r", 1, 2, 3, 4, 5], [2, 1, 2, 3, "4", None]]
     journal = journal_of(

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.storage.locks import RootLock
 
 pytest.importorskip("starlette", reason="the extra `view` isn't installed")
 pytest.importorskip("uvicorn", reason="the extra `view` isn't installed")
@@ -104,6 +105,21 @@ def test_a_new_step_is_another_summary(tmp_path):
             manager.pin(1)
             _, body, _ = ask(port, "/api/summary")
             assert [row["pinned"] for row in json.loads(body)["steps"]] == [True, False]
+
+
+def test_a_holder_that_ends_is_another_summary(tmp_path):
+    """Nothing in the directory changes when a process is killed, but its saves are no longer in work."""
+    lock = RootLock.acquire(str(tmp_path))
+    line = {"v": 1, "t": 1.0, "run": "a", "kind": "save.started", "step": 3, "name": "step-3"}
+    (tmp_path / ".holdfast" / "journal.jsonl").write_text(json.dumps(line) + "\n")
+    with serving(tmp_path) as port:
+        found = json.loads(ask(port, "/api/summary")[1])
+        assert found["held_by"]
+        assert [save["outcome"] for save in found["saves"]] == ["started"]
+        lock.release()
+        found = json.loads(ask(port, "/api/summary")[1])
+        assert found["held_by"] is None
+        assert [save["outcome"] for save in found["saves"]] == ["cut off"]
 
 
 @pytest.mark.parametrize(

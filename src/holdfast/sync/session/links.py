@@ -3,10 +3,10 @@
     Link        one connection; only its event loop waits on it
     EventLoop   all links of a thread, the socket that listens for new ones, and a way for other threads to wake it
 
-Guarantees: `EventLoop.hear` blocks no longer than its timeout, and nothing else here blocks but `connect`, which has a
-deadline. A queued message is sent as soon as the other end accepts it. The end of a peer's process, or of its host's
-connection, is received as `Ended` after all messages; a silent peer is not detected: use `Link.silent_s`. Connections
-end with this process, whatever it has forked: children close their copies.
+Guarantees: `EventLoop.hear` blocks no longer than its timeout (0.05 s more without a free descriptor), and nothing else
+here blocks but `connect`, which has a deadline. A queued message is sent as soon as the other end accepts it. The end
+of a peer's process, or of its host's connection, is received as `Ended` after all messages; a silent peer is not
+detected: use `Link.silent_s`. Connections end with this process, whatever it has forked: children close their copies.
 Assumes: one thread uses an event loop and its links; any may call `EventLoop.wake`.
 Does not: know the messages (``session.messages``); the framing is ``engine.wire``.
 """
@@ -14,6 +14,7 @@ Does not: know the messages (``session.messages``); the framing is ``engine.wire
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import selectors
 import socket
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 _BACKLOG: Final = 1024
 _PASS_ON_S: Final = 0.1
 """How long a message with a descriptor may wait for the other end."""
+_REFUSED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_REFUSED_S: Final = 0.05
+"""How long a connection waits that the system can't let in now."""
 _KEEPALIVE_S: Final = 10
 """TCP keep-alive interval: a vanished host is detected after a few times this, also on idle links."""
 
@@ -172,6 +176,11 @@ class EventLoop:
         sock.settimeout(0.0)
         self._selector.register(sock, selectors.EVENT_READ, sock)
 
+    def stop_listening(self, sock: socket.socket) -> None:
+        """Accept no more connections to ``sock``, and close it."""
+        self._selector.unregister(sock)
+        sock.close()
+
     def wake(self) -> None:
         """End a waiting `hear` at once. Any thread may call this, also after `close`."""
         with contextlib.suppress(OSError):  # full: it wakes up anyway; closed: nobody listens
@@ -254,7 +263,9 @@ def _accepted(sock: socket.socket) -> Iterator[socket.socket]:
     while True:
         try:
             yield sock.accept()[0]
-        except OSError:  # none left, or the new connection is already gone
+        except OSError as error:  # none left, or the new connection is already gone
+            if error.errno in _REFUSED:
+                time.sleep(_REFUSED_S)  # it stays to be taken, so `hear` would come back at once, again and again
             return
 
 

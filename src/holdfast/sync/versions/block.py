@@ -141,13 +141,27 @@ def _ordered() -> None:
 
 
 class BlockMemory:
-    """The memory of a block on the rank that fills it. Raises `StorageError` if there is not so much."""
+    """The memory of a block on the rank that fills it.
+
+    Raises `StorageError` if there is not so much, or no descriptor; passing it on to readers needs no more of these.
+    """
+
+    _reading: int | None = None
 
     def __init__(self, nbytes: int) -> None:
         self.image = Image(nbytes)
+        self._reading = _read_only(self.image.fd)
         self.image.warm_up(usable_cores("auto"))
         self._words = self.image.bytes_view[:8].numpy().view(np.uint64)
-        self._reading: int | None = None
+
+    def __del__(self) -> None:
+        self._close_reading()
+
+    @property
+    def read_only_fd(self) -> int:
+        """A descriptor by which others can map the block, but not write to it; closed by `close`."""
+        assert self._reading is not None
+        return self._reading
 
     def begin(self, epoch: int) -> None:
         """Let readers know that what follows is another version."""
@@ -177,28 +191,36 @@ class BlockMemory:
         tail[at : at + sums.nbytes] = sums.tobytes()
         return layout.digest_with(sums)
 
-    @property
-    def read_only_fd(self) -> int:
-        """A descriptor by which others can map the block, but not write to it; closed by `close`."""
-        if self._reading is None:
-            try:
-                self._reading = os.open(f"/proc/self/fd/{self.image.fd}", os.O_RDONLY | os.O_CLOEXEC)
-            except OSError:  # no /proc: they could write, as this user's processes can anyway
-                self._reading = os.dup(self.image.fd)
-        return self._reading
-
-    def close(self, *, epoch: int | None = None) -> None:
-        """Let go of the memory. epoch: also free it while readers have it mapped, who then find this epoch."""
-        if self._reading is not None:
-            os.close(self._reading)
-            self._reading = None
-        if epoch is not None:
-            self.begin(epoch)
+    def close(self, *, frees: bool = False) -> None:
+        """Let go of the memory; idempotent. frees: also while readers have it mapped, who then find another epoch."""
+        self._close_reading()
+        if frees:
+            self.begin(int(self._words[0]) + 1)
             libc = ctypes.CDLL(None, use_errno=True)
             libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
             address = self.image.bytes_view.data_ptr()
             libc.madvise(address + HEADER_BYTES, self.image.nbytes - HEADER_BYTES, _MADV_REMOVE)
         self.image.close()
+
+    def _close_reading(self) -> None:
+        fd, self._reading = self._reading, None
+        if fd is not None:
+            os.close(fd)
+
+
+def _read_only(fd: int) -> int:
+    """Return another descriptor of a block's memory, by which it can't be written to."""
+    try:
+        try:
+            return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # no /proc: they could write, as this user's processes can anyway
+            return os.dup(fd)
+    except OSError as error:
+        raise StorageError(
+            f"the system refused a descriptor of a block of memory: {error.strerror}; raise `ulimit -n`",
+            path="memfd:holdfast-image",
+            errno=error.errno,
+        ) from error
 
 
 # A receiver's side ------------------------------------------------------------------------------------------------

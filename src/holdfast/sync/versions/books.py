@@ -12,6 +12,8 @@ Guarantees: a block's epoch goes up each time it begins to be filled, before the
 finds the epoch of its lease unchanged after its last byte has read that version and no other: this doesn't depend on
 leases, which only say what is overwritten last. A version that is kept is never overwritten. Lookups find a version
 once it is published, or staged for who proves by its digest that it is.
+An interrupt (Ctrl-C) may end any call anywhere, and the version that it was of may never be aborted: the next `begin`
+gives back what that one had. `publish` may be called again.
 Pure: no memory, no clock, no threads; the caller holds a lock. Same calls, same answers.
 Does not: know readers of other ranks; a reader takes a lease of every rank, or gives back those that it has.
 """
@@ -21,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from holdfast.errors import CheckpointNotFound
+from holdfast.errors import CheckpointNotFound, HoldfastError
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -38,7 +40,7 @@ class Block:
     nbytes: int
     epoch: int = 0
     version: int | None = None
-    leases: dict[Hashable, list[int]] = field(default_factory=dict)
+    leases: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
     """By reader: when each of its leases was taken, as numbers that go up."""
 
     def fits(self, nbytes: int) -> bool:
@@ -46,14 +48,9 @@ class Block:
 
 
 class Filling(NamedTuple):
-    """A block to fill. ``is_new``: its memory is to be made. gone: blocks whose memory is to be freed.
-
-    revoked: readers that had a lease on what is overwritten.
-    """
+    """A block to fill. ``revoked``: readers that had a lease on what is overwritten."""
 
     block: Block
-    is_new: bool
-    gone: tuple[Block, ...] = ()
     revoked: tuple[Hashable, ...] = ()
 
 
@@ -109,42 +106,37 @@ class Books:
         return len(self._blocks)
 
     def epoch_of(self, block: int) -> int | None:
-        """Return the epoch of a block; None if there is none of that number."""
+        """Return the epoch of a block; None if there is none of that number (any more: its memory is to be freed)."""
         found = self._blocks.get(block)
         return None if found is None else found.epoch
 
     def begin(self, version: int, nbytes: int) -> Filling:
-        """Return the block to fill with ``version``, of at least ``nbytes``; its epoch has gone up."""
-        assert self._filling is None, "one version at a time"
+        """Return the block to fill with ``version``, of at least ``nbytes``; its epoch has gone up.
+
+        One version at a time: one that was begun before and is not published is forgotten. Raises `HoldfastError` if
+        there is nothing to take.
+        """
+        self._forget_unfinished()
         free = [block for block in self._blocks.values() if self._is_free(block)]
         found = next((block for block in free if block.fits(nbytes)), None)
-        gone = [block for block in free if not block.fits(nbytes)]
         revoked: tuple[Hashable, ...] = ()
-        is_new = found is None
         if found is None:
-            for block in gone:
+            for block in free:
                 del self._blocks[block.number]
             if self._counted() >= self._max_blocks:
-                taken = min(self._lingering(), key=lambda block: min(map(min, block.leases.values())))
-                revoked = tuple(taken.leases)
-                is_new = not taken.fits(nbytes)
-                if is_new:
-                    gone.append(taken)
-                    del self._blocks[taken.number]
-                found = taken
-            if is_new:
-                self._numbers += 1
-                found = self._blocks[self._numbers] = Block(self._numbers, nbytes)
-            assert found is not None
-        else:
-            gone = []
-        for block in (found, *gone):
-            block.epoch += 1
-            block.leases.clear()
-            block.version = None
+                found = self._held_longest(version)
+                revoked = tuple(found.leases)
+                if not found.fits(nbytes):
+                    del self._blocks[found.number]
+                    found = None
+        if found is None:
+            self._numbers += 1
+            found = self._blocks[self._numbers] = Block(self._numbers, nbytes)
+        found.epoch += 1
+        found.leases.clear()
         found.version = version
         self._filling = found
-        return Filling(found, is_new, tuple(gone), revoked)
+        return Filling(found, revoked)
 
     def add(self, nbytes: int) -> Block | None:
         """Add a free block, whose memory is there, unless as many as are needed without readers are there already."""
@@ -161,14 +153,17 @@ class Books:
 
     def staged(self, version: int, digest: bytes) -> None:
         """Note that the bytes of ``version`` are in its block, with this digest."""
-        block, self._filling = self._filling, None
+        block = self._filling
         assert block is not None
         assert block.version == version
         self._staged[version] = block, digest
+        self._filling = None
 
     def publish(self, version: int) -> None:
         """Note that all ranks have staged ``version``: it exists. Older ones than are kept may be overwritten."""
-        self._held[version], _ = self._staged.pop(version)
+        if version in self._staged:  # else an interrupted call did this
+            self._held[version], _ = self._staged[version]
+            del self._staged[version]
         self._newest = version
         self._evict()
 
@@ -212,7 +207,7 @@ class Books:
             if block is None or known != digest:
                 raise self.unknown(version)
         self._leases += 1
-        block.leases.setdefault(reader, []).append(self._leases)
+        block.leases[reader] = *block.leases.get(reader, ()), self._leases
         return BlockLease(block, version, block.epoch)
 
     def release(self, reader: Hashable, block: int, epoch: int) -> None:
@@ -220,9 +215,9 @@ class Books:
         found = self._blocks.get(block)
         if found is None or found.epoch != epoch or reader not in found.leases:
             return
-        taken = found.leases[reader]
-        taken.pop(0)
-        if not taken:
+        if left := found.leases[reader][1:]:
+            found.leases[reader] = left
+        else:
             del found.leases[reader]
 
     def forget(self, reader: Hashable) -> None:
@@ -242,6 +237,26 @@ class Books:
 
     # ----------------------------------------------------------------------------------------------------------------
 
+    def _forget_unfinished(self) -> None:
+        """Give back what interrupted calls have left: only a version that is kept has a block."""
+        self._filling = None
+        self._staged.clear()
+        self._evict()
+        held = set(self._held.values())
+        for block in self._blocks.values():
+            if block not in held:
+                block.version = None
+
+    def _held_longest(self, version: int) -> Block:
+        """Return the lingering block whose oldest lease is oldest, to fill with ``version``."""
+        lingering = [block for block in self._blocks.values() if block.version is None and block.leases]
+        if not lingering:
+            raise HoldfastError(
+                f"{self._where} has no memory for version {version}: all of its {self.blocks} blocks hold versions "
+                "that are kept. Make a new publisher, and report this: it should never come to that"
+            )
+        return min(lingering, key=lambda block: min(map(min, block.leases.values())))
+
     def _evict(self) -> None:
         """Stop keeping all but the newest versions and the pinned ones."""
         for version in sorted(self._held)[: -self._keep]:
@@ -250,9 +265,6 @@ class Books:
 
     def _is_free(self, block: Block) -> bool:
         return block.version is None and not block.leases
-
-    def _lingering(self) -> list[Block]:
-        return [block for block in self._blocks.values() if block.version is None and block.leases]
 
     def _counted(self) -> int:
         """Count the blocks that ``max_blocks`` limits: a pin keeps its own, beyond the newest versions."""

@@ -95,6 +95,7 @@ class BlockPublishing:
         where = f"publisher rank {self._group.rank}"
         self._served = Served(Books(keep=options.keep_versions, max_blocks=max_blocks, where=where))
         self._path = ""
+        self._is_bound = True
         self._served.memory_reads = None if memory_reads is None else memory_reads()
         if network:
             sock = listener("")
@@ -124,6 +125,8 @@ class BlockPublishing:
         self._tiles = ColumnTiles(options.column_tiles)
         self._staged = Rounds(self._group.board, "staged", had_not="staged this version")
         self._layout: tuple[str, BlockLayout] | None = None
+        self._unsettled: tuple[messages.VersionRecord, BlockLayout] | None = None
+        """A version that exists, until all of this half knows."""
         self._preparing: threading.Thread | None = None
         self._records: dict[int, messages.VersionRecord] = {}
         if self._captures is not None:
@@ -137,6 +140,7 @@ class BlockPublishing:
         meta: Mapping[str, Any],
     ) -> Published:
         began = time.monotonic()
+        self._settle()
         try:
             look = self._agreement.agree(lambda: self._checked(weights, version), version, deadline)
         except RootLocked:
@@ -147,28 +151,37 @@ class BlockPublishing:
             cut = self._tiles.cut(self._agreement.cut(look), lambda: self._agreement.names_of(look))
             layout = self._layout_of(cut)
             round_.say(_encode(self._stage(version, layout, cut)))
-            record = self._wait_all(round_, version, meta, deadline)
+            self._unsettled = self._wait_all(round_, version, meta, deadline), layout
         except BaseException as error:
             with contextlib.suppress(HoldfastError):
                 round_.announce(RankFailure.of(error, rank=self._group.rank))
-            with self._served.lock:
-                self._served.books.abort(version)
-                self._served.layouts.pop(version, None)
-                self._served.forget_but(self._served.layouts.keys())
+            if self._unsettled is None:
+                with self._served.lock:
+                    self._served.books.abort(version)
+                    self._served.layouts.pop(version, None)
+                    self._served.forget_but(self._served.layouts.keys())
             raise
-        with self._served.lock:
-            self._served.books.publish(version)
-            self._served.layouts[version] = layout
-            self._forget_evicted()
-            self._records[version] = record
-            if self._served.deltas is not None:
-                self._served.deltas.published(version, record.digests[self._group.rank], layout)
-            self._renew_news()
-        self._agreement.newest_out = version
+        self._settle()
         self._prepare_blocks(layout.block_bytes)
         seconds = time.monotonic() - began
         tell_published(version, meta, rank=self._group.rank, seconds=seconds)
         return Published(version=version, receivers=0, lost=0, bytes_sent=0, seconds=seconds)
+
+    def _settle(self) -> None:
+        """Keep a version that exists, and tell of it; if that is interrupted, the next `publish` does it first."""
+        if self._unsettled is None:
+            return
+        record, layout = self._unsettled
+        with self._served.lock:
+            self._served.books.publish(record.version)
+            self._served.layouts[record.version] = layout
+            self._records[record.version] = record
+            self._forget_evicted()
+            self._renew_news()
+            self._agreement.newest_out = record.version
+            self._unsettled = None
+            if self._served.deltas is not None:  # once: without a delta, receivers bring it whole
+                self._served.deltas.published(record.version, record.digests[self._group.rank], layout)
 
     def pin(self, version: int) -> None:
         with self._served.lock:
@@ -214,7 +227,12 @@ class BlockPublishing:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _checked(self, weights: Callable[[], Weights], version: int) -> Weights:
-        """Return the weights, unless a later publisher is here, or an earlier one went further than this version."""
+        """Return the weights, unless a later publisher is here, or an earlier one went further than this version.
+
+        Raises what keeps receivers from being served.
+        """
+        self._server.check()
+        self._let_in()
         if self._rendezvous is None:
             return weights()
         self._check_not_replaced(self._rendezvous)
@@ -229,6 +247,14 @@ class BlockPublishing:
                     field="version",
                 )
         return weights()
+
+    def _let_in(self) -> None:
+        """See to it that receivers find the socket: bind it again if its path is gone. Raises `StorageError`."""
+        if self._path and not (self._is_bound and os.path.exists(self._path)):
+            self._is_bound = False  # until it is done: an interrupt may leave a path that leads nowhere
+            unlink_quietly(self._path)
+            self._server.move_to(listen_at(self._path))
+            self._is_bound = True
 
     def _check_not_replaced(self, rendezvous: Rendezvous) -> None:
         """Raise `RootLocked` if another publisher has taken this one's place; without a record of any, renew ours."""
@@ -255,6 +281,7 @@ class BlockPublishing:
         with held:
             memory = self._begin(version, layout)
             digest = memory.fill(layout, cut.pieces, threads=copy_threads())
+        self._server.check()
         copied = sum(layout.nbytes(number) for number, own in enumerate(layout.own) if own and number not in cut.lying)
         events.count("sync_bytes_staged", copied)
         with self._served.lock:
@@ -269,9 +296,11 @@ class BlockPublishing:
             self._preparing.join()  # it makes what is needed now; two at once would be more than ``max_blocks``
         with served.lock:
             filling = served.books.begin(version, layout.block_bytes)
-            freed = [(served.memory.pop(block.number), block.epoch) for block in filling.gone]
-        for memory, epoch in freed:
-            served.end_block(memory, epoch)
+            gone = [number for number in served.memory if served.books.epoch_of(number) is None]
+        for number in gone:
+            served.end_block(served.memory[number], frees=True)
+            with served.lock:
+                del served.memory[number]
         if filling.revoked:
             _log.warning(
                 "publisher rank %d takes back the memory of an older version from %d receiver(s) that held it: they "
@@ -279,17 +308,18 @@ class BlockPublishing:
                 self._group.rank,
                 len(filling.revoked),
             )
-        if filling.is_new:
+        block = filling.block
+        if block.number not in served.memory:
             try:
-                made = served.make_block(layout.block_bytes)
+                made = served.make_block(block.nbytes)
             except BaseException:
                 with served.lock:
-                    served.books.discard(filling.block)
+                    served.books.discard(block)
                 raise
             with served.lock:
-                served.memory[filling.block.number] = made
-        memory = served.memory[filling.block.number]
-        memory.begin(filling.block.epoch)
+                served.memory[block.number] = made
+        memory = served.memory[block.number]
+        memory.begin(block.epoch)
         return memory
 
     def _prepare_blocks(self, nbytes: int) -> None:

@@ -1,7 +1,8 @@
 """Give receivers leases on one rank's blocks, and rank 0's news: a thread that answers and never waits for one of them.
 
-Guarantees: a receiver that doesn't read what it is sent loses its connection, and with it its leases; nobody else
-notices. What receivers ask is answered by the books alone: no receiver can make the publisher wait.
+Guarantees: a receiver that doesn't read what it is sent, or that can't be answered, loses its connection, and with it
+its leases; nobody else notices. If the thread ends all the same, `BlockServer.check` says so. What receivers ask is
+answered by the books alone: no receiver can make the publisher wait.
 Assumes: `Served.lock` is held around each look into the books, by all threads.
 Receivers of other hosts read ranges of blocks, each on a thread of its own, straight from the blocks' memory; those
 that serve one another are told from whom to bring what (``versions.fanout``).
@@ -18,6 +19,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -90,11 +92,11 @@ class Served:
                 raise
         return made
 
-    def end_block(self, memory: BlockMemory, epoch: int | None = None) -> None:
+    def end_block(self, memory: BlockMemory, *, frees: bool = False) -> None:
         """Let go of a block's memory, as `BlockMemory.close` does."""
         if self.memory_reads is not None:
             self.memory_reads.deregister(memory.image.bytes_view)
-        memory.close(epoch=epoch)
+        memory.close(frees=frees)
 
     def fan_out_of(self, key: VersionKey) -> FanOut:
         """Return who brings what of a version; of a forgotten one all comes from here. The caller holds the lock."""
@@ -152,11 +154,26 @@ class BlockServer:
         self._strangers: dict[Link, float] = {}
         self._readers: dict[Link, _LeaseHolder] = {}
         self._stopping = False
+        self._moving: deque[socket.socket] = deque()
+        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._live, name=f"holdfast-versions-{rank}", daemon=True)
         self._thread.start()
 
     def tell(self) -> None:
         """Send the news to all who watch, soon. Any thread."""
+        self._loop.wake()
+
+    def check(self) -> None:
+        """Raise `HoldfastError` if nobody is answered any more."""
+        if self._failure is not None:
+            raise HoldfastError(
+                f"publisher rank {self._rank} no longer serves its versions, since {self._failure!r} ended the thread "
+                "that does: close this publisher and make a new one; report this, with the trace in the log"
+            ) from self._failure
+
+    def move_to(self, sock: socket.socket) -> None:
+        """Let receivers in at ``sock``, soon, in place of the socket before, whose path is gone. Any thread."""
+        self._moving.append(sock)
         self._loop.wake()
 
     def close(self, timeout_s: float) -> None:
@@ -173,18 +190,39 @@ class BlockServer:
         try:
             while not self._stopping:
                 for found in self._loop.hear(_LOOK_S):
-                    if isinstance(found, socket.socket):
-                        self._accept(found)
-                    else:
-                        self._answer(*found)
+                    try:
+                        if isinstance(found, socket.socket):
+                            self._accept(found)
+                        else:
+                            self._answer(*found)
+                    except Exception as error:  # noqa: BLE001 - what one asks for must not end the service of all
+                        self._give_up(found if isinstance(found, socket.socket) else found[0], error)
+                self._move()
                 self._tell_news()
                 self._turn_away_silent()
-        except BaseException:
+        except BaseException as error:
+            self._failure = error
             _log.exception("publisher rank %d no longer serves its versions", self._rank)
             raise
         finally:
             self._loop.close()
-            self._sock.close()
+            for sock in (self._sock, *self._moving):
+                sock.close()
+
+    def _give_up(self, who: Link | socket.socket, error: Exception) -> None:
+        """End the connection of a receiver that could not be answered, and its leases: it connects again."""
+        name = self._readers[who].name if isinstance(who, Link) and who in self._readers else "a receiver"
+        _log.warning("publisher rank %d ends its connection to %s: %r", self._rank, name, error, exc_info=error)
+        if isinstance(who, Link):
+            self._drop(who)
+        else:
+            who.close()
+
+    def _move(self) -> None:
+        while self._moving:
+            self._loop.stop_listening(self._sock)
+            self._sock = self._moving.popleft()
+            self._loop.listen(self._sock)
 
     def _accept(self, sock: socket.socket) -> None:
         if sock.family == socket.AF_UNIX and not _is_same_user(sock):
@@ -235,9 +273,9 @@ class BlockServer:
                 return
             memory, layout = served.memory[block.number], served.layouts[version]
             if link.sock.family == socket.AF_UNIX and block.number not in reader.files:
-                reader.files.add(block.number)
                 alive = tuple(served.memory)
                 link.pass_on(messages.BlockFile(block.number, block.nbytes, alive), memory.read_only_fd)
+                reader.files.add(block.number)
         reads = served.memory_reads
         link.send(
             messages.Granted(
