@@ -120,7 +120,8 @@ class Receiver:
         self._known: Any = None
         """What was received into last; it could be."""
         self._cancelled = self._closed = False
-        self._turn, self._writing, self._state = threading.Lock(), threading.Lock(), threading.RLock()
+        # Reentrant: one that an interrupt, such as Ctrl-C, has left taken doesn't stop the thread that it came to.
+        self._turn, self._writing, self._state = threading.RLock(), threading.RLock(), threading.RLock()
         self._thread: int | None = None
         self._writer: int | None = None
         self._owner = os.getpid()
@@ -250,7 +251,7 @@ class Receiver:
             raise ConfigError(
                 "into: nothing says where the version is to go; give it to the Receiver, or to this call", field="into"
             )
-        if not self._turn.acquire(blocking=False):
+        if self._thread == threading.get_ident() or not self._turn.acquire(blocking=False):
             raise ConfigError(
                 "this receiver is receiving already, on another thread; make a receiver for each thread",
                 field="receiver",
@@ -266,7 +267,8 @@ class Receiver:
                 try:
                     return self._bring(version, newest, into, deadline, streaming=True)
                 finally:
-                    self._let_writing_go()
+                    self._writer = None  # not in a function, at whose beginning an interrupt may land
+                    self._writing.release()
         finally:
             with self._state:
                 self._thread = None
@@ -374,7 +376,8 @@ class Receiver:
             finally:
                 held.fetched.release()
         finally:
-            self._let_writing_go()
+            self._writer = None  # not in a function, at whose beginning an interrupt may land
+            self._writing.release()
         events.emit("sync.committed", step=stats.version, fetch_s=stats.fetch_s, commit_s=stats.commit_s)
         return stats.version
 
@@ -408,7 +411,7 @@ class Receiver:
     def _take_writing(self, deadline: Deadline | None) -> None:
         """Become the one who writes to live tensors; waits until the deadline, with None not at all."""
         is_own = self._writer == threading.get_ident()
-        if not self._writing.acquire(timeout=0.0 if deadline is None or is_own else deadline.left_s()):
+        if is_own or not self._writing.acquire(timeout=0.0 if deadline is None else deadline.left_s()):
             if deadline is not None and not is_own:
                 raise deadline.exceeded("a commit on another thread to end", "see where it hangs")
             raise ConfigError(
@@ -416,10 +419,6 @@ class Receiver:
                 field="receiver",
             )
         self._writer = threading.get_ident()
-
-    def _let_writing_go(self) -> None:
-        self._writer = None
-        self._writing.release()
 
     # The end. ----------------------------------------------------------------------------------------------------
 

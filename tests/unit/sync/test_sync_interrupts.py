@@ -159,3 +159,21 @@ def test_an_interrupt_as_a_lock_is_taken_leaves_it_free_for_the_threads_that_nee
     receiver.close()
     publisher.close()
     assert time.monotonic() - began_s < 4
+
+
+def test_an_interrupt_as_a_receiver_takes_its_turn_leaves_it_free_for_the_next_call(tmp_path: Path) -> None:
+    into = weights(0)
+    taking = Receiver._take_writing.__code__
+    transport = SharedMemoryTransport(tmp_path)
+    with Publisher(transport) as publisher, Receiver(transport, into) as receiver:
+        version, at, was_interrupted = 1, 0, True
+        while was_interrupted:
+            publisher.publish(weights(version), version)
+            receiver.fetch(timeout=TIMEOUT_S)
+            was_interrupted = interrupted(
+                receiver.commit, at, opcodes=False, is_place=lambda frame: frame.f_code is taking
+            )
+            if was_interrupted:
+                assert receiver.commit() == version
+            version, at = version + 1, at + 1
+        assert at > 2
