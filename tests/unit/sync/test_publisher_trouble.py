@@ -180,8 +180,11 @@ class Interrupts:
         sys.settrace(None)
 
     def _trace(self, frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code.co_filename not in INTERRUPTED:
-            return None
+        callers = (frame, frame.f_back)
+        if frame.f_code.co_filename not in INTERRUPTED or any(
+            one and one.f_code.co_name == "__del__" for one in callers
+        ):
+            return None  # an interrupt in a destructor is printed, and goes no further
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if event == "opcode":
             last, self._last[frame] = self._last.get(frame, ""), dis.opname[frame.f_code.co_code[frame.f_lasti]]
