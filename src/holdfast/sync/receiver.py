@@ -77,8 +77,8 @@ class Receiver:
     """Receives published weights in this process, one complete version at a time.
 
     Make one per receiving process; a context manager. `fetch` and `receive` are for one thread at a time; any thread
-    may use all else. In a forked child each call is a `ConfigError`, but for `cancel` and `close`, which do nothing;
-    what it has can be read. The child makes its own to receive.
+    may use all else. A forked child may ask it what it has and `poll`, on a thread of its own; `cancel` and `close` do
+    nothing there, all other calls are a `ConfigError`. The child makes its own to receive.
 
     Args:
         transport: how versions are transferred; the same kind as the publisher's, with the same rendezvous or
@@ -180,7 +180,6 @@ class Receiver:
 
         Raises what that thread met, once.
         """
-        self._check_own()
         self._check_open()
         with self._state:
             waiting = self._waiting
