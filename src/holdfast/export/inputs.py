@@ -332,8 +332,7 @@ class LiveState:
         return OnDemand(wanted, find=find, make=bring)
 
     def verify(self) -> None:
-        marks = self._marks
-        changed = marks.written() or marks.moved() or marks.differing(marks.by_name())
+        changed = self._marks.changed()
         if changed is not None:
             raise StateChangedWhileStaging(
                 f"rank {self._rank}: {changed} was changed during the export; don't change the state "

@@ -183,6 +183,10 @@ class TensorVersions:
         moved = np.flatnonzero(now != self.addresses)
         return self._list.names[moved[0]] if len(moved) else None
 
+    def changed(self) -> str | None:
+        """Return the first tensor found to differ now from what was recorded, or None; on the training thread."""
+        return self.written() or self.moved() or self.differing(self.by_name())
+
     def by_name(self) -> dict[str, int]:
         """Return the addresses by name, so that `differing` can compare the tensors themselves."""
         return dict(zip(self._list.names, self.addresses.tolist(), strict=True))

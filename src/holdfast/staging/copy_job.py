@@ -226,8 +226,7 @@ class Staging:
 
         Call it on the training thread.
         """
-        marks = self._marks
-        return self.changed() or marks.moved() or marks.differing(marks.by_name())
+        return self._found or self._marks.changed()
 
     def lost(self) -> str | None:
         """Return the tensor whose change explains why copying failed, or None."""
