@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import run_job
+from test_groups_and_worlds import Loader
 from typer.testing import CliRunner, Result
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
@@ -17,27 +18,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "compat"))
 
 from _object_server import Server
 from _on_stores import downloaded, environment, set_environment
+from test_conversions import manifest_of
 
 import holdfast
 from holdfast import CheckpointConfig, CheckpointManager
 from holdfast.cli.app import app
 from holdfast.errors import ConfigError, StateMismatch
-from holdfast.format.manifest import COPY_OF, Manifest
+from holdfast.format.manifest import COPY_OF
 
 WORLD = 2
-
-
-class Loader:
-    """A dataloader by its name: each rank has its own place, and it can't be divided anew."""
-
-    def __init__(self, position: int) -> None:
-        self.position = position
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
 
 
 def draw() -> list[float]:
@@ -75,12 +64,6 @@ def restore(root: str, at: str, loads: str, endpoint: str = "") -> None:
 
 def convert(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["convert", *map(str, arguments)])
-
-
-def manifest_of(path: Path | str) -> Manifest:
-    found = holdfast.open(path).manifest
-    assert found is not None
-    return found
 
 
 @pytest.fixture(scope="module")
